@@ -1,0 +1,62 @@
+# Every target starts from a bare checkout: it makes the environment that it needs, once, and
+# again when something that the environment is built from has changed.
+
+PYTHON ?= python3
+WORKERS ?= 2
+
+VENV := .venv
+OLDEST := .venv-oldest
+NATIVE := $(wildcard src/steelyard/kernels/native/*)
+
+# An editable install remembers which folders were packages, so their list is part of the name of
+# the file that marks it as done.
+PACKAGES := $(shell find src/steelyard -name __init__.py | LC_ALL=C sort | cksum | cut -d ' ' -f 1)
+READY := $(VENV)/.installed-$(PACKAGES)
+READY_OLDEST := $(OLDEST)/.installed-$(PACKAGES)
+
+OLDEST_TESTS := $(wildcard tests/observers tests/conformance tests/properties tests/kernels)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-oldest check bench clean
+
+# One thread per test process, or the workers fight over the cores.
+test test-oldest: export OMP_NUM_THREADS := 1
+
+help:  ## show this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
+
+demo: $(READY)  ## quantize a small model, from start to end
+	$(VENV)/bin/python examples/quantize_small_model.py
+
+test: $(READY)  ## run all tests, then those of test-oldest
+	$(VENV)/bin/python -m pytest -n $(WORKERS)
+	$(MAKE) test-oldest
+
+test-oldest: $(READY_OLDEST)  ## run the tests of the core with the oldest supported versions
+	$(OLDEST)/bin/python -m pytest -n $(WORKERS) $(OLDEST_TESTS)
+
+check: $(READY)  ## lint, formatting and types
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/mypy
+
+ifneq ($(wildcard benchmarks/run.py),)
+bench: $(READY)  ## measure the kernels
+	$(VENV)/bin/python benchmarks/run.py
+else
+bench:
+	@echo "There are no benchmarks yet: they come with the compiled kernels."
+endif
+
+clean:  ## remove environments, builds and caches
+	rm -rf $(VENV) $(OLDEST) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+$(READY): constraints.txt
+$(READY_OLDEST): constraints-oldest.txt
+
+$(READY) $(READY_OLDEST): pyproject.toml CMakeLists.txt $(NATIVE)
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install -q -c $(filter constraints%,$^) -e '.[dev]'
+	rm -f $(@D)/.installed-*
+	touch $@

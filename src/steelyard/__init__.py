@@ -1,0 +1,52 @@
+"""Find the scale and zero point that store a language model's tensors in 4 or 8 bits.
+
+The names below are imported when they are first used: torch and compressed-tensors take seconds
+to import, and neither is needed to print a version or a help text.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from steelyard import errors, kernels, observers
+    from steelyard.observers import Observer, QParamsDict, fuse_weight_observers
+
+    __version__: str
+
+__all__ = [
+    "Observer",
+    "QParamsDict",
+    "__version__",
+    "errors",
+    "fuse_weight_observers",
+    "kernels",
+    "observers",
+]
+
+_SUBMODULES = frozenset({"errors", "kernels", "observers"})
+_HOMES = {
+    "Observer": "steelyard.observers",
+    "QParamsDict": "steelyard.observers",
+    "fuse_weight_observers": "steelyard.observers",
+}
+
+
+def __getattr__(name: str) -> object:
+    from importlib import import_module, metadata
+
+    value: object
+    if name in _SUBMODULES:
+        value = import_module(f"steelyard.{name}")
+    elif name in _HOMES:
+        value = getattr(import_module(_HOMES[name]), name)
+    elif name == "__version__":
+        value = metadata.version("steelyard")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

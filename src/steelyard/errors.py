@@ -1,0 +1,80 @@
+"""Every error a user can meet, each a subclass of the built-in that a caller would catch.
+
+A message names the thing, its value and the remedy. Programming mistakes inside the package are
+plain Python errors and are not listed here.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "FusionError",
+    "ImportanceError",
+    "ImportanceWarning",
+    "NoStatisticsError",
+    "NonFiniteError",
+    "OptionError",
+    "StatisticsError",
+    "SteelyardError",
+    "StrategyError",
+    "UnknownNameError",
+    "nearest",
+]
+
+
+class SteelyardError(Exception):
+    """Base of all errors that this package raises on purpose."""
+
+
+class NoStatisticsError(SteelyardError, AssertionError):
+    """Parameters were asked of an observer that has seen nothing."""
+
+
+class NonFiniteError(SteelyardError, ValueError):
+    """An observed tensor holds NaN or infinity."""
+
+
+class StrategyError(SteelyardError, ValueError):
+    """A tensor, a strategy and a type that do not go together."""
+
+
+class OptionError(SteelyardError, ValueError):
+    """An observer option that is unknown or out of range."""
+
+
+class FusionError(SteelyardError, ValueError):
+    """Layers that the server fuses, but that are quantized differently."""
+
+
+class StatisticsError(SteelyardError, ValueError):
+    """Statistics that cannot be merged, saved or loaded."""
+
+
+class ImportanceError(SteelyardError, ValueError):
+    """Importance is unusable and `strict=True` forbids going on without it."""
+
+
+class ImportanceWarning(UserWarning):
+    """Importance is unusable; the search weighs every column alike."""
+
+
+class UnknownNameError(SteelyardError, KeyError, ValueError):
+    """A name that is not registered."""
+
+    def __str__(self) -> str:  # KeyError would print the message in quotes
+        return str(self.args[0])
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return a clause that suggests the known name nearest to `name`, or lists all of them.
+
+    >>> nearest("memoryles_mse", ["memoryless_mse", "minmax"])
+    "did you mean 'memoryless_mse'?"
+    """
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    if close:
+        return f"did you mean {close[0]!r}?"
+    return f"known: {', '.join(known) or 'none'}"

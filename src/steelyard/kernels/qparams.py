@@ -1,0 +1,98 @@
+"""From a range to the scale and zero point that the file will hold.
+
+The formula is compressed-tensors' `calculate_qparams`, evaluated in fp32 (fp64 for fp64 tensors).
+What is added here: the scale is rounded to the type it is stored in, stays finite and above zero
+there, and a zero point belongs to that stored scale rather than to the one before rounding.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from steelyard.kernels.rounding import quantized_range
+
+if TYPE_CHECKING:
+    from compressed_tensors.quantization import QuantizationArgs
+
+__all__ = ["global_scale_of", "is_mx", "qparams_from_range", "scale_dtype_of"]
+
+_FLOAT_SCALES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_E8M0_MIN, _E8M0_MAX = 2.0**-127, 2.0**127
+
+
+def is_mx(args: QuantizationArgs) -> bool:
+    """Whether scales are powers of two, stored as an exponent byte."""
+    return bool(args.type == "float" and args.scale_dtype == torch.uint8)
+
+
+def scale_dtype_of(args: QuantizationArgs, observed_dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which a scale is stored: the format's own, else the tensor's."""
+    return args.scale_dtype if args.scale_dtype is not None else observed_dtype
+
+
+def global_scale_of(absmax: torch.Tensor) -> torch.Tensor:
+    """Return the divisor that maps local scales into E4M3's range, fp32 of shape (1,)."""
+    from compressed_tensors.quantization.utils import generate_gparam
+
+    absmax = absmax.reshape(1)
+    return torch.as_tensor(generate_gparam(-absmax, absmax))
+
+
+def qparams_from_range(
+    min_vals: torch.Tensor,
+    max_vals: torch.Tensor,
+    args: QuantizationArgs,
+    scale_dtype: torch.dtype,
+    global_scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the stored scale and zero point of each range.
+
+    min_vals, max_vals: (*qparam_shape), fp32 or fp64
+    returns: scale (*qparam_shape) in `scale_dtype`, or in fp32 where that type is a one-byte code
+             (E4M3, E8M0); zero_point (*qparam_shape) in `args.zp_dtype`
+    """
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    low, high = min_vals.clamp(max=0), max_vals.clamp(min=0)
+    absmax = torch.maximum(-low, high)
+    # max - min of the largest finite values overflows; half of it does not
+    half = torch.where(absmax > torch.finfo(absmax.dtype).max / 4, 0.5, 1.0).to(absmax.dtype)
+    ideal_args = args if is_mx(args) else args.model_copy(update={"scale_dtype": None})
+    ideal, zero_point = calculate_qparams(low * half, high * half, ideal_args, global_scale)
+    scale = _store(ideal / half, scale_dtype)
+    if not is_mx(args):
+        eps = torch.finfo(scale_dtype).eps
+        scale = torch.where(absmax.reshape(scale.shape) == 0, torch.full_like(scale, eps), scale)
+    if not args.symmetric:
+        zero_point = _zero_point(low.reshape(scale.shape), scale, args, global_scale)
+    return scale, zero_point
+
+
+def _store(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Round to what `dtype` holds, finite and above zero; one-byte codes come back as fp32."""
+    if dtype == torch.uint8:
+        return scale.clamp(_E8M0_MIN, _E8M0_MAX).to(torch.float32)
+    info = torch.finfo(dtype)
+    stored = scale.clamp(max=info.max).to(dtype)
+    if dtype not in _FLOAT_SCALES:
+        stored = stored.to(torch.float32)
+    smallest = info.smallest_normal * info.eps  # the least subnormal
+    return torch.where(stored == 0, torch.full_like(stored, smallest), stored)
+
+
+def _zero_point(
+    low: torch.Tensor,
+    scale: torch.Tensor,
+    args: QuantizationArgs,
+    global_scale: torch.Tensor | None,
+) -> torch.Tensor:
+    from compressed_tensors.quantization.quant_args import round_to_quantized_type_dtype
+
+    qmin, qmax = quantized_range(args)
+    effective = scale.to(low.dtype) if global_scale is None else scale.to(low.dtype) / global_scale
+    zero_point = (qmin - low / effective).clamp(qmin, qmax)
+    return torch.as_tensor(
+        round_to_quantized_type_dtype(zero_point, dtype=args.zp_dtype, cast_to_original_dtype=False)
+    )

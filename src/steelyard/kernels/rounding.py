@@ -1,0 +1,65 @@
+"""What the server reconstructs: values rounded to the quantized type and multiplied back.
+
+compressed-tensors defines this arithmetic; here it runs in fp32 whatever the tensor's type, on
+scales that broadcast, and without its compiled fp4 path, so that a search can call it often.
+Parity with `fake_quantize` is tested bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from compressed_tensors.quantization import QuantizationArgs
+
+__all__ = ["quantized_range", "reconstruct", "round_to_type"]
+
+# mantissa bits of the types that torch cannot cast to; their smallest normal exponent is 0
+_MINIFLOAT_MANTISSA = {4: 1, 6: 3}
+
+
+def quantized_range(args: QuantizationArgs) -> tuple[float, float]:
+    """Return the smallest and the largest value of the quantized type.
+
+    >>> quantized_range(QuantizationArgs(num_bits=4))
+    (-8.0, 7.0)
+    """
+    from compressed_tensors.quantization.utils import calculate_range
+
+    low, high = calculate_range(args, torch.device("cpu"))
+    return float(low), float(high)
+
+
+def round_to_type(scaled: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
+    """Round values that lie in the quantized range to the quantized type, ties to even."""
+    if args.type == "int":
+        return torch.round(scaled)
+    if args.num_bits == 8:
+        return scaled.to(torch.float8_e4m3fn).to(scaled.dtype)
+    # a value with exponent e is a multiple of 2 ** (max(e, 0) - mantissa)
+    exponent = torch.frexp(scaled).exponent - 1
+    step = torch.ldexp(
+        torch.ones_like(scaled), exponent.clamp_(min=0) - _MINIFLOAT_MANTISSA[args.num_bits]
+    )
+    return torch.round(scaled / step) * step
+
+
+def reconstruct(
+    x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, args: QuantizationArgs
+) -> torch.Tensor:
+    """Quantize `x` and multiply it back; no storage in between.
+
+    x:          any shape, fp32 or fp64
+    scale:      broadcasts to x, same type; already divided by the global scale if there is one
+    zero_point: as scale, or None for a symmetric type
+    """
+    low, high = quantized_range(args)
+    scaled = x / scale
+    if zero_point is not None:
+        scaled = scaled + zero_point
+    quantized = round_to_type(scaled.clamp_(low, high), args)
+    if zero_point is not None:
+        quantized = quantized - zero_point
+    return quantized * scale

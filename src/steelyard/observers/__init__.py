@@ -1,0 +1,31 @@
+"""Observers: from tensors to `scale`, `zero_point` and `global_scale`."""
+
+from steelyard.observers.base import Observer, QParamsDict
+from steelyard.observers.helpers import (
+    flatten_for_calibration,
+    fuse_weight_observers,
+    get_observer_token_count,
+)
+from steelyard.observers.imatrix import IMatrixMSEObserver
+from steelyard.observers.min_max import (
+    MemorylessMinMaxObserver,
+    MinMaxObserver,
+    StaticMinMaxObserver,
+)
+from steelyard.observers.mse import MemorylessMSEObserver, MovingAverageMSEObserver
+from steelyard.observers.options import ObserverOptions
+
+__all__ = [
+    "IMatrixMSEObserver",
+    "MemorylessMSEObserver",
+    "MemorylessMinMaxObserver",
+    "MinMaxObserver",
+    "MovingAverageMSEObserver",
+    "Observer",
+    "ObserverOptions",
+    "QParamsDict",
+    "StaticMinMaxObserver",
+    "flatten_for_calibration",
+    "fuse_weight_observers",
+    "get_observer_token_count",
+]

@@ -1,0 +1,388 @@
+"""The observer: a statistic that can be observed, merged, computed and reset.
+
+Calling an observer updates its statistics; `get_qparams` computes parameters from them as often
+as asked and changes nothing. A subclass writes `update_statistics_from_observed`, which turns one
+tensor in the canonical shape into `self.min_vals` and `self.max_vals`.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar, TypedDict, TypeVar
+
+import torch
+from compressed_tensors import InternalModule
+from compressed_tensors.quantization import QuantizationArgs
+from torch import distributed as dist
+
+from steelyard.errors import FusionError, NonFiniteError, NoStatisticsError, StrategyError
+from steelyard.kernels.qparams import global_scale_of, is_mx, qparams_from_range, scale_dtype_of
+from steelyard.kernels.range import range_of
+from steelyard.observers import statistics
+from steelyard.observers.fusion import disagreement
+from steelyard.observers.helpers import (
+    check_strategy,
+    count_tokens,
+    flatten_for_calibration,
+    group_order,
+)
+from steelyard.observers.options import ObserverOptions, parse_options
+from steelyard.registry import Registry
+
+__all__ = ["Observer", "QParamsDict"]
+
+Self = TypeVar("Self", bound="Observer")
+ObserverClass = TypeVar("ObserverClass", bound="type[Observer]")
+
+
+class QParamsDict(TypedDict):
+    """What `get_qparams` returns."""
+
+    scale: torch.Tensor
+    zero_point: torch.Tensor
+    global_scale: torch.Tensor | None
+
+
+class Observer(InternalModule):  # type: ignore[misc]  # compressed-tensors is untyped
+    """Base of all observers.
+
+    base_name: weight | input | output | q | k | v
+    args:      how the value will be quantized; never modified
+
+    Both generations of the interface work::
+
+        qparams = observer(x).get_qparams()
+        scale, zero_point = observer(x)
+    """
+
+    registry: ClassVar[Registry[type[Observer]]] = Registry("observer")
+
+    Options: ClassVar[type[ObserverOptions] | None] = None
+    """The options this observer declares; None leaves `observer_kwargs` unchecked."""
+
+    _act_sync_dict: ClassVar[dict[str, Any]] = {}
+    """Statistic -> the operation that merges it; empty for an observer without memory."""
+
+    _statistics: ClassVar[tuple[str, ...]] = ("min_vals", "max_vals")
+    """Statistics that exist once something was observed."""
+
+    min_vals: torch.Tensor
+    max_vals: torch.Tensor
+
+    def __init__(
+        self,
+        base_name: str | QuantizationArgs = "weight",
+        args: QuantizationArgs | None = None,
+        *,
+        quantization_args: QuantizationArgs | None = None,
+        **observer_kwargs: Any,
+    ) -> None:
+        super().__init__()
+        if isinstance(base_name, QuantizationArgs):  # the first generation took only these
+            base_name, args = "weight", base_name
+        given = args if args is not None else quantization_args
+        if given is None or (args is not None and quantization_args is not None):
+            raise TypeError(
+                f"{type(self).__name__} takes its QuantizationArgs once, "
+                "as args or as quantization_args"
+            )
+        options = {**(given.observer_kwargs or {}), **observer_kwargs}
+        self.base_name = base_name
+        self.args: QuantizationArgs = given.model_copy(update={"observer_kwargs": options})
+        check_strategy(base_name, self.args)
+        _check_type(self.args)
+        self.options: Any = (
+            None
+            if self.Options is None
+            else parse_options(self.Options, options, type(self).__name__)
+        )
+        self.module_name: str | None = None
+        self.observed_dtype: torch.dtype | None = None
+        self.observed_shape: torch.Size | None = None
+        self.num_observed_tokens = 0
+        self.num_updates = 0
+        self._fused_observers: set[Observer] = set()
+        self._column_order: torch.Tensor | None = None
+        self._checked: tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]] | None = None
+
+    # -- registry ---------------------------------------------------------------------------
+
+    @classmethod
+    def register(cls, name: str) -> Callable[[ObserverClass], ObserverClass]:
+        """Return a class decorator that makes an observer known by `name`."""
+        return Observer.registry.register(name)  # type: ignore[return-value]
+
+    @classmethod
+    def load_from_registry(cls, name: str, **kwargs: Any) -> Observer:
+        """Build the observer called `name`; keyword arguments are its constructor's."""
+        return cls.registry.get(name)(**kwargs)
+
+    @classmethod
+    def get_value_from_registry(cls, name: str) -> type[Observer]:
+        return cls.registry.get(name)
+
+    @classmethod
+    def registered_names(cls) -> list[str]:
+        return cls.registry.names()
+
+    # -- observing --------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def forward(self: Self, observed: torch.Tensor, g_idx: torch.Tensor | None = None) -> Self:
+        """Update the statistics from one value.
+
+        observed: see `flatten_for_calibration` for the shape; an empty tensor changes nothing
+        g_idx:    (columns,), the group of each column of a weight quantized with activation order
+        """
+        if observed.numel() == 0:
+            return self
+        _check_dtype(observed, self.label)
+        order = None
+        if g_idx is not None:
+            order = group_order(g_idx, observed.shape[-1], self.base_name, self.args)
+            observed = observed if order is None else observed[..., order]
+        flat = flatten_for_calibration(observed, self.base_name, self.args)
+        self._check_shape(flat)
+        self._checked = (flat, self.range_of(flat))
+        self._column_order = order
+        self.observed_dtype, self.observed_shape = observed.dtype, observed.shape
+        try:
+            self.update_statistics_from_observed(flat)
+        finally:
+            self._checked = None
+        self.num_updates += 1
+        self.num_observed_tokens += count_tokens(observed, self.base_name)
+        return self
+
+    @abstractmethod
+    def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
+        """Update `self.min_vals` and `self.max_vals`; this is what a subclass writes.
+
+        observed: (num_observations, *qparam_shape, group_size), all values finite
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} does not define update_statistics_from_observed, which sets "
+            "self.min_vals and self.max_vals"
+        )
+
+    def range_of(self, observed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return minimum and maximum per parameter, (*qparam_shape) each; refuse NaN and infinity.
+
+        observed: (num_observations, *qparam_shape, group_size)
+        """
+        if self._checked is not None and self._checked[0] is observed:
+            return self._checked[1]
+        low, high = range_of(observed)
+        if not bool(torch.isfinite(low).all() & torch.isfinite(high).all()):
+            raise NonFiniteError(_describe_non_finite(observed, self.label))
+        return low, high
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        """Yield scale and zero point, so that `scale, zero_point = observer(x)` unpacks."""
+        qparams = self.get_qparams()
+        yield qparams["scale"]
+        yield qparams["zero_point"]
+
+    # -- computing --------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def get_qparams(self) -> QParamsDict:
+        """Compute the parameters from the statistics; repeatable, changes nothing.
+
+        Fused observers must all have observed before parameters are asked of any of them.
+        """
+        for observer in (self, *self._fused_observers):
+            observer._require_statistics(asked_by=self)
+        global_scale = self.get_global_scale()
+        min_vals, max_vals = self.chosen_range(global_scale)
+        if self._shares_range:
+            for other in self._fused_observers:
+                low, high = other.chosen_range(global_scale)
+                min_vals = torch.minimum(min_vals, low.to(min_vals.device))
+                max_vals = torch.maximum(max_vals, high.to(max_vals.device))
+        scale, zero_point = qparams_from_range(
+            min_vals, max_vals, self.args, self.scale_dtype, global_scale
+        )
+        return {"scale": scale, "zero_point": zero_point, "global_scale": global_scale}
+
+    def chosen_range(self, global_scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the range to store, given the global scale that will be stored with it."""
+        return self.min_vals, self.max_vals
+
+    def get_global_scale(self) -> torch.Tensor | None:
+        """Return the divisor shared by all fused observers, (1,); None unless `tensor_group`."""
+        if self.args.strategy != "tensor_group":
+            return None
+        absmax = self.global_absmax()
+        for other in self._fused_observers:
+            absmax = torch.maximum(absmax, other.global_absmax().to(absmax.device))
+        return global_scale_of(absmax)
+
+    def global_absmax(self) -> torch.Tensor:
+        """Return the largest magnitude that the global scale must reach, a scalar."""
+        return torch.maximum(-self.min_vals.amin(), self.max_vals.amax()).clamp(min=0)
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """The type in which scales are stored, and for which they are chosen."""
+        return scale_dtype_of(self.args, self.observed_dtype or self.min_vals.dtype)
+
+    # -- statistics -------------------------------------------------------------------------
+
+    @property
+    def has_statistics(self) -> bool:
+        return all(getattr(self, name, None) is not None for name in self._statistics)
+
+    def statistic_names(self) -> list[str]:
+        return list(dict.fromkeys((*self._statistics, *self._act_sync_dict)))
+
+    def get_statistics(self) -> dict[str, torch.Tensor]:
+        """Return the statistics that exist by now."""
+        values = {name: getattr(self, name, None) for name in self.statistic_names()}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def reset(self) -> None:
+        """Forget everything observed; options and fusion stay."""
+        for name in self._statistics:
+            if name in self.__dict__:
+                delattr(self, name)
+        self.observed_dtype, self.observed_shape = None, None
+        self.num_observed_tokens = 0
+        self.num_updates = 0
+        self._column_order = None
+
+    def merge(self: Self, other: Observer) -> Self:
+        """Become as if this observer had gone on to observe what `other` observed."""
+        statistics.merge(self, other)
+        return self
+
+    def contribution(self, counts: list[int], position: int) -> dict[str, torch.Tensor]:
+        """Return the statistics as they enter a merge.
+
+        counts:   how many observations each party has, in the order of observation
+        position: which party this is
+        """
+        share = counts[position] / max(sum(counts), 1)
+        return {
+            name: value * share if self._act_sync_dict[name] == dist.ReduceOp.AVG else value
+            for name, value in self.get_statistics().items()
+            if name in self._act_sync_dict
+        }
+
+    def sync_activation_stats(self) -> list[dist.Work]:
+        """Reduce the statistics over all ranks; wait for the handles before using them."""
+        return statistics.sync(self)
+
+    def save_statistics(self, path: str | Path) -> None:
+        statistics.save(self, path)
+
+    def load_statistics(self: Self, path: str | Path) -> Self:
+        statistics.load(self, path)
+        return self
+
+    # -- lifecycle --------------------------------------------------------------------------
+
+    def attach(self, module: torch.nn.Module) -> None:
+        """Called when the observer is put on a module; a subclass may register hooks."""
+
+    def detach(self, module: torch.nn.Module) -> None:
+        """Called before the observer is taken off a module; undoes `attach`."""
+
+    @staticmethod
+    def fuse(observers: Iterable[Observer]) -> None:
+        """Link observers of layers that the server fuses, so that they share what it shares."""
+        linked = list(observers)
+        for other in linked[1:]:
+            differing = disagreement(linked[0].args, other.args)
+            if differing:
+                raise FusionError(
+                    f"{linked[0].label} and {other.label} are fused by the server but quantized "
+                    f"differently: {differing}; give them one scheme, or ignore them all"
+                )
+        for observer in linked:
+            observer._fused_observers.update(o for o in linked if o is not observer)
+
+    # -- names and checks -------------------------------------------------------------------
+
+    @property
+    def label(self) -> str:
+        """What is observed, for messages."""
+        where = f" of {self.module_name}" if self.module_name else ""
+        return f"{self.base_name}{where} ({type(self).__name__})"
+
+    @property
+    def _shares_range(self) -> bool:
+        """A per-tensor FP8 weight has one scale for the fused matrix."""
+        args = self.args
+        return bool(
+            self.base_name == "weight"
+            and args.strategy == "tensor"
+            and args.type == "float"
+            and args.num_bits == 8
+        )
+
+    def _require_statistics(self, asked_by: Observer) -> None:
+        if self.has_statistics:
+            return
+        if self is asked_by:
+            raise NoStatisticsError(
+                f"No statistics available for {self.label}: call observer(value) first, "
+                "with a value that is not empty"
+            )
+        raise NoStatisticsError(
+            f"No statistics available for {self.label}, which is fused with {asked_by.label}: "
+            "observe all of them before asking any for parameters"
+        )
+
+    def _check_shape(self, flat: torch.Tensor) -> None:
+        """An observer with memory must go on observing the same thing."""
+        if not (self._act_sync_dict and self.has_statistics):
+            return
+        expected, got = tuple(self.min_vals.shape), tuple(flat.shape[1:-1])
+        if expected != got:
+            raise StrategyError(
+                f"{self.label} has parameters of shape {expected}, but this value needs {got}: "
+                "one observer observes one thing; reset() it, or use a memoryless one"
+            )
+
+
+def _check_type(args: QuantizationArgs) -> None:
+    """Refuse what the stored formats cannot hold, before anything is observed."""
+    if args.type == "int" and not 2 <= args.num_bits <= 8:
+        raise StrategyError(f"integers of 2 to 8 bits can be quantized to, not {args.num_bits}")
+    if args.type == "float":
+        from steelyard.kernels.rounding import quantized_range
+
+        try:
+            quantized_range(args)
+        except NotImplementedError:
+            raise StrategyError(
+                f"floats of 4 and 8 bits can be quantized to, not {args.num_bits}"
+            ) from None
+        if not args.symmetric and (args.num_bits != 8 or is_mx(args)):
+            raise StrategyError(
+                f"a {args.num_bits}-bit float has no zero point here: set symmetric=True"
+            )
+    if args.scale_dtype == torch.uint8 and not (is_mx(args) and args.group_size == 32):
+        raise StrategyError(
+            "scale_dtype uint8 means power-of-two scales, which belong to floats in groups of 32"
+        )
+
+
+def _check_dtype(observed: torch.Tensor, label: str) -> None:
+    if observed.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise StrategyError(
+            f"{label}: cannot observe {observed.dtype}; dequantize it to bf16, fp16 or fp32 first"
+        )
+
+
+def _describe_non_finite(observed: torch.Tensor, label: str) -> str:
+    nans = int(torch.isnan(observed).sum())
+    infinities = int(torch.isinf(observed).sum())
+    kinds = [f"{nans} NaN"] * bool(nans) + [f"{infinities} infinite"] * bool(infinities)
+    return (
+        f"{label} holds {' and '.join(kinds)} of {observed.numel()} values: repair the source "
+        "(an overflow in fp16, or a damaged file, is the usual cause)"
+    )

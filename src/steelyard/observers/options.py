@@ -1,0 +1,48 @@
+"""Observer options as data: each observer declares its own, and unknown ones are refused.
+
+A declaration is a pydantic model, so that the recipe schema, the command line and the
+documentation read the same names, defaults and bounds that the observer checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from steelyard.errors import OptionError, nearest
+
+__all__ = ["ObserverOptions", "parse_options"]
+
+
+class ObserverOptions(BaseModel):
+    """Base of every options declaration; alone, it declares that there are none."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+Declared = TypeVar("Declared", bound=ObserverOptions)
+
+
+def parse_options(declared: type[Declared], given: Mapping[str, Any], owner: str) -> Declared:
+    """Check `given` against a declaration.
+
+    >>> parse_options(SearchOptions, {"maxshrnk": 0.1}, "mse")
+    OptionError: mse: unknown option 'maxshrnk': did you mean 'maxshrink'?
+    """
+    try:
+        return declared(**given)
+    except ValidationError as error:
+        problems = "; ".join(_problem(e, declared) for e in error.errors())
+        raise OptionError(f"{owner}: {problems}") from None
+
+
+def _problem(error: Any, declared: type[ObserverOptions]) -> str:
+    name = str(error["loc"][0]) if error["loc"] else ""
+    if error["type"] == "extra_forbidden":
+        return f"unknown option {name!r}: {nearest(name, declared.model_fields)}"
+    if error["type"] == "value_error":  # raised by a declaration's own validator
+        return str(error["ctx"]["error"])
+    must = str(error["msg"]).replace("Input should be", "must be")
+    return f"{name} {must}, got {error['input']!r}"

@@ -1,0 +1,193 @@
+"""Statistics travel: between observers, between ranks, and through a file.
+
+All three are one operation. Each party *contributes* its statistics, weighed by where it stands
+in the order of observation, and the contributions are reduced with the operation declared beside
+the statistic (`Observer._act_sync_dict`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed as dist
+
+from steelyard.errors import StatisticsError
+from steelyard.observers.fusion import disagreement
+
+if TYPE_CHECKING:
+    from steelyard.observers.base import Observer
+
+__all__ = ["load", "merge", "save", "sync"]
+
+_REDUCE: dict[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    dist.ReduceOp.MIN: torch.minimum,
+    dist.ReduceOp.MAX: torch.maximum,
+    dist.ReduceOp.SUM: torch.add,
+    # contributions to an average come weighed already
+    dist.ReduceOp.AVG: torch.add,
+}
+
+
+def merge(first: Observer, second: Observer) -> None:
+    """Make `first` as if it had gone on to observe what `second` observed."""
+    if not first._act_sync_dict:
+        raise StatisticsError(
+            f"{first.label} keeps only its last observation, so there is nothing to merge: "
+            "use an observer that accumulates, such as static_minmax"
+        )
+    _check_alike(first, second)
+    counts = [first.num_updates, second.num_updates]
+    mine, theirs = first.contribution(counts, 0), second.contribution(counts, 1)
+    for name, op in first._act_sync_dict.items():
+        if name in mine and name in theirs:
+            _check_shape(first, name, mine[name].shape, theirs[name].shape)
+            total = _REDUCE[op](mine[name], theirs[name].to(mine[name].device))
+            getattr(first, name).copy_(total)  # in place: a module may share the tensor
+        elif name in theirs:
+            setattr(first, name, theirs[name].clone())
+    first.num_updates = sum(counts)
+    first.num_observed_tokens += second.num_observed_tokens
+    first.observed_dtype = first.observed_dtype or second.observed_dtype
+
+
+def sync(observer: Observer) -> list[dist.Work]:
+    """Reduce the statistics over all ranks, in rank order; returns handles to wait for.
+
+    Every rank must call this, once, for the same observers in the same order. A rank that has
+    observed nothing takes part and leaves with the others' statistics.
+    """
+    if not (observer._act_sync_dict and dist.is_available() and dist.is_initialized()):
+        return []
+    headers: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(headers, _header(observer))
+    counts = [header["updates"] for header in headers]
+    own = observer.contribution(counts, dist.get_rank())
+    works = []
+    for name, op in observer._act_sync_dict.items():
+        described = [header["tensors"][name] for header in headers if name in header["tensors"]]
+        if not described:
+            continue
+        shape, dtype = described[0]
+        for other, _ in described[1:]:
+            _check_shape(observer, name, shape, other)
+        if name in own:  # in place: a module may share the tensor
+            value = getattr(observer, name).contiguous().copy_(own[name])
+        else:
+            value = _neutral(op, shape, dtype)
+        setattr(observer, name, value)
+        reduced_by = dist.ReduceOp.SUM if op == dist.ReduceOp.AVG else op  # gloo has no AVG
+        works.append(dist.all_reduce(value, op=reduced_by, async_op=True))
+    observer.num_updates = sum(counts)
+    observer.num_observed_tokens = sum(header["tokens"] for header in headers)
+    dtypes = [header["dtype"] for header in headers if header["dtype"] is not None]
+    observer.observed_dtype = observer.observed_dtype or (dtypes[0] if dtypes else None)
+    return [work for work in works if work is not None]
+
+
+def save(observer: Observer, path: str | Path) -> None:
+    """Write the statistics to a safetensors file; the file appears whole or not at all."""
+    from safetensors.torch import save_file
+
+    path = Path(path)
+    tensors = {k: v.detach().cpu().clone() for k, v in observer.get_statistics().items()}
+    if not tensors:
+        raise StatisticsError(f"{observer.label} has observed nothing that could be saved")
+    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(handle)
+    try:
+        save_file(tensors, partial, metadata={"steelyard": json.dumps(_identity(observer))})
+        Path(partial).replace(path)
+    except BaseException:
+        Path(partial).unlink(missing_ok=True)
+        raise
+
+
+def load(observer: Observer, path: str | Path) -> None:
+    """Replace the statistics by those in a file that `save` wrote for an observer like this."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = json.loads((file.metadata() or {}).get("steelyard", "null"))
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise StatisticsError(f"{path} is not a readable safetensors file: {error}") from None
+    if metadata is None:
+        raise StatisticsError(f"{path} holds no observer statistics written by steelyard")
+    expected, found = _identity(observer), metadata
+    differing = [
+        f"{key} is {found.get(key)!r} in the file and {expected[key]!r} here"
+        for key in ("observer", "base_name", "format", "options")
+        if found.get(key) != expected[key]
+    ]
+    unknown = set(tensors) - set(observer.statistic_names())
+    if unknown:
+        differing.append(f"it holds {', '.join(sorted(unknown))}, which {observer.label} does not")
+    if differing:
+        raise StatisticsError(f"{path} does not fit {observer.label}: {'; '.join(differing)}")
+    observer.reset()
+    for name, value in tensors.items():
+        setattr(observer, name, value)
+    observer.num_updates = int(found["updates"])
+    observer.num_observed_tokens = int(found["tokens"])
+    observer.observed_dtype = getattr(torch, found["dtype"]) if found["dtype"] else None
+
+
+def _identity(observer: Observer) -> dict[str, Any]:
+    args = observer.args
+    declared = observer.options.model_dump() if observer.options is not None else {}
+    return {
+        "observer": type(observer).__name__,
+        "base_name": observer.base_name,
+        "format": f"{args.type}{args.num_bits} {'' if args.symmetric else 'a'}symmetric "
+        f"{args.strategy} {args.group_size} {args.block_structure} {args.scale_dtype}",
+        "options": declared,
+        "updates": observer.num_updates,
+        "tokens": observer.num_observed_tokens,
+        "dtype": str(observer.observed_dtype).removeprefix("torch.")
+        if observer.observed_dtype is not None
+        else None,
+    }
+
+
+def _header(observer: Observer) -> dict[str, Any]:
+    names = observer._act_sync_dict
+    return {
+        "updates": observer.num_updates,
+        "tokens": observer.num_observed_tokens,
+        "dtype": observer.observed_dtype,
+        "tensors": {
+            k: (tuple(v.shape), v.dtype) for k, v in observer.get_statistics().items() if k in names
+        },
+    }
+
+
+def _neutral(op: Any, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return what leaves the others' values unchanged, on the device that the backend reduces."""
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    start = {dist.ReduceOp.MIN: float("inf"), dist.ReduceOp.MAX: float("-inf")}.get(op, 0)
+    return torch.full(shape, start, dtype=dtype, device=device)
+
+
+def _check_alike(first: Observer, second: Observer) -> None:
+    differing = disagreement(first.args, second.args)
+    if type(first) is not type(second) or first.base_name != second.base_name:
+        differing = f"{first.label} and {second.label}"
+    elif first.options != second.options:
+        differing = f"options {first.options!r} and {second.options!r}"
+    if differing:
+        raise StatisticsError(f"only observers that are alike can be merged, not {differing}")
+
+
+def _check_shape(observer: Observer, name: str, mine: Any, theirs: Any) -> None:
+    if tuple(mine) != tuple(theirs):
+        raise StatisticsError(
+            f"{observer.label}: {name} has shape {tuple(mine)} on one side and "
+            f"{tuple(theirs)} on the other: they observed different things"
+        )
