@@ -39,7 +39,7 @@ def test_readme_states_the_defaults():
     rows = (ROOT / "README.md").read_text().split("\n")
     for name in ("minmax", "memoryless_mse", "imatrix_mse"):
         row = next(r for r in rows if r.startswith(f"| `{name}`"))
-        stated = {k: v for k, v in re.findall(r"`(\w+)` \(([\w.]+)\)", row)}
+        stated = dict(re.findall(r"`(\w+)` \(([\w.]+)\)", row))
         declared = Observer.get_value_from_registry(name).Options().model_dump()
         assert {k: str(v) for k, v in declared.items()} == {
             k: str(type(declared[k])(float(v)) if v != "False" else v) for k, v in stated.items()
