@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import platform
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from steelyard import kernels
+from steelyard.kernels import backend
+from steelyard.kernels.range import range_of
 
 CPUINFO = Path("/proc/cpuinfo")
 X86_FEATURES = {"avx2", "fma", "avx512f", "avx512bw", "avx512vl"}
@@ -18,7 +22,9 @@ def test_info_describes_the_extension() -> None:
     from steelyard.kernels import _native
 
     info = kernels.info()
-    assert info["backend"] == "reference"
+    assert info["backend"] == "compiled"
+    assert info["instruction_set"] == _native.instruction_sets()[0]
+    assert info["instruction_sets"] == _native.instruction_sets()
     assert info["extension"] is True
     assert info["extension_error"] is None
     assert info["compiler"] == _native.compiler()
@@ -48,8 +54,55 @@ def test_cpu_features_on_arm() -> None:
     assert _features() == ["neon"]
 
 
-def test_missing_extension_is_reported_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def missing_extension(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for cached in (backend.extension, backend._notice_missing):
+        cached.cache_clear()
     monkeypatch.setitem(sys.modules, "steelyard.kernels._native", None)
+    yield
+    for cached in (backend.extension, backend._notice_missing):
+        cached.cache_clear()
+
+
+@pytest.mark.usefixtures("missing_extension")
+def test_missing_extension_falls_back_with_one_notice() -> None:
+    x = torch.randn(1, 4, 8)
+    with pytest.warns(RuntimeWarning, match="plain-torch reference") as caught:
+        first, second = range_of(x), range_of(x)
+    assert len(caught) == 1, "one notice is enough"
+    torch.testing.assert_close(first, second)
+    torch.testing.assert_close(first[0], x.amin((0, -1)))
+    with pytest.raises(ValueError, match="cannot be imported"):
+        range_of(x, backend="compiled")
+    range_of(x, backend="reference")
+
+
+def test_backend_is_forced_by_argument_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(1, 4, 8)
+    assert backend.use_compiled(x)
+    assert not backend.use_compiled(x, "reference")
+    monkeypatch.setenv("STEELYARD_BACKEND", "reference")
+    assert not backend.use_compiled(x)
+    assert kernels.info()["backend"] == "reference"
+    assert backend.use_compiled(x, "compiled"), "the argument wins"
+    monkeypatch.setenv("STEELYARD_BACKEND", "turbo")
+    with pytest.raises(ValueError, match=r"STEELYARD_BACKEND must be one of .*'turbo'"):
+        backend.use_compiled(x)
+    with pytest.raises(ValueError, match=r"float64.*not fp32"):
+        backend.use_compiled(x.double(), "compiled")
+    assert not backend.use_compiled(x.double(), "auto")
+
+
+def test_instruction_set_is_forced_by_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STEELYARD_ISA", "baseline")
+    assert kernels.info()["instruction_set"] == "baseline"
+    monkeypatch.setenv("STEELYARD_ISA", "mmx")
+    with pytest.raises(ValueError, match=r"STEELYARD_ISA must be one of .*baseline.*'mmx'"):
+        kernels.info()
+
+
+@pytest.mark.usefixtures("missing_extension")
+def test_missing_extension_is_reported_with_the_reason() -> None:
     info = kernels.info()
     assert info["backend"] == "reference"
     assert info["extension"] is False

@@ -2,11 +2,13 @@
 
 Each function here is written first in plain torch. That reference defines the answer: it is short
 enough to check by eye and runs on any device. Compiled versions stand beside it, in the extension
-`steelyard.kernels._native`, and may be faster but never different. Which of the two is in use is
-no secret: ask `info()`.
+`steelyard.kernels._native`; they are faster, and tested against the reference. Which of the two is
+in use is no secret: ask `info()`.
 """
 
 from __future__ import annotations
+
+from steelyard.kernels.backend import extension, instruction_set, resolve
 
 __all__ = ["info"]
 
@@ -14,27 +16,22 @@ __all__ = ["info"]
 def info() -> dict[str, object]:
     """Return which backend runs the kernels, and what the compiled extension knows of this machine.
 
-    `backend` is always "reference" for now: the extension holds no kernels yet. Where the
-    extension cannot be imported, `extension_error` says why and the rest is empty.
+    `backend` is what CPU tensors of fp32, fp16 and bf16 get; everything else gets the reference.
+    Where the extension cannot be imported, `extension_error` says why.
 
     >>> info()  # doctest: +SKIP
-    {'backend': 'reference', 'extension': True, 'extension_error': None,
-     'compiler': 'gcc 12.2.0', 'cpu_features': ['avx2', 'fma']}
+    {'backend': 'compiled', 'extension': True, 'extension_error': None, 'compiler': 'gcc 12.2.0',
+     'instruction_set': 'avx512', 'instruction_sets': ['avx512', 'avx2', 'baseline'],
+     'cpu_features': ['avx2', 'fma', 'avx512f', 'avx512bw', 'avx512vl']}
     """
-    try:
-        import steelyard.kernels._native as native
-    except ImportError as error:
-        return {
-            "backend": "reference",
-            "extension": False,
-            "extension_error": str(error),
-            "compiler": None,
-            "cpu_features": [],
-        }
+    native, error = extension()
+    compiled = native is not None and resolve() != "reference"
     return {
-        "backend": "reference",
-        "extension": True,
-        "extension_error": None,
-        "compiler": native.compiler(),
-        "cpu_features": native.cpu_features(),
+        "backend": "compiled" if compiled else "reference",
+        "extension": native is not None,
+        "extension_error": error,
+        "compiler": native.compiler() if native is not None else None,
+        "instruction_set": instruction_set() if compiled else None,
+        "instruction_sets": native.instruction_sets() if native is not None else [],
+        "cpu_features": native.cpu_features() if native is not None else [],
     }

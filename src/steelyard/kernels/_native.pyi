@@ -1,2 +1,65 @@
+import torch
+
+class Format:
+    def __init__(
+        self,
+        *,
+        is_int: bool,
+        symmetric: bool,
+        qmin: float,
+        qmax: float,
+        mantissa: int,
+        min_exponent: int,
+        scale: int,
+        global_scale: float | None,
+        mx_offset: int,
+        mx_round_bit: int,
+    ) -> None: ...
+
+def range(
+    values: torch.Tensor, low: torch.Tensor, high: torch.Tensor, isa: str, threads: int
+) -> None: ...
+def search(
+    values: torch.Tensor,
+    format: Format,
+    min_vals: torch.Tensor,
+    max_vals: torch.Tensor,
+    factors: list[float],
+    norm: float,
+    weights: torch.Tensor | None,
+    best_min: torch.Tensor,
+    best_max: torch.Tensor,
+    improved: torch.Tensor,
+    isa: str,
+    threads: int,
+) -> None: ...
+def optimal(
+    values: torch.Tensor,
+    format: Format,
+    min_vals: torch.Tensor,
+    max_vals: torch.Tensor,
+    weights: torch.Tensor | None,
+    negative: bool,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    isa: str,
+    threads: int,
+) -> None: ...
+def sum_squares(values: torch.Tensor, sums: torch.Tensor, isa: str, threads: int) -> None: ...
+def pack(
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    format: Format,
+    block_rows: int,
+    block_columns: int,
+    num_bits: int,
+    layout: int,
+    round_quotient: bool,
+    out: torch.Tensor,
+    isa: str,
+    threads: int,
+) -> None: ...
+def instruction_sets() -> list[str]: ...
 def cpu_features() -> list[str]: ...
 def compiler() -> str: ...

@@ -36,7 +36,7 @@ def global_scale_of(absmax: torch.Tensor) -> torch.Tensor:
     """Return the divisor that maps local scales into E4M3's range, fp32 of shape (1,)."""
     from compressed_tensors.quantization.utils import generate_gparam
 
-    absmax = absmax.reshape(1)
+    absmax = absmax.clamp(max=torch.finfo(torch.float32).max).float().reshape(1)
     return torch.as_tensor(generate_gparam(-absmax, absmax))
 
 

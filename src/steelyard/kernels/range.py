@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from steelyard.kernels import compiled
+from steelyard.kernels.backend import use_compiled
+
 __all__ = ["compute_dtype", "range_of"]
 
 
@@ -12,15 +15,19 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def range_of(observed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def range_of(
+    observed: torch.Tensor, group_dims: int = 1, backend: str | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the minimum and the maximum over observations and group members.
 
-    A NaN anywhere in a group makes both its values NaN.
+    A NaN anywhere in a group makes at least one of its two values NaN.
 
-    observed: (num_observations, *qparam_shape, group_size), any floating type
-    returns:  two tensors (*qparam_shape), in `compute_dtype(observed.dtype)`
+    observed:   (num_observations, *qparam_shape, group_size), any floating type
+    group_dims: 2 where a group has rows and columns, (..., rows, columns)
+    returns:    two tensors (*qparam_shape), in `compute_dtype(observed.dtype)`
     """
+    if use_compiled(observed, backend):
+        return compiled.range_of(observed, group_dims)
     dtype = compute_dtype(observed.dtype)
-    low = torch.amin(observed, dim=(0, -1))
-    high = torch.amax(observed, dim=(0, -1))
-    return low.to(dtype), high.to(dtype)
+    dims = (0, *range(-group_dims, 0))
+    return torch.amin(observed, dim=dims).to(dtype), torch.amax(observed, dim=dims).to(dtype)

@@ -14,10 +14,18 @@ import torch
 if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationArgs
 
-__all__ = ["quantized_range", "reconstruct", "round_to_type"]
+__all__ = ["minifloat", "quantized_range", "reconstruct", "round_to_type"]
 
-# mantissa bits of the types that torch cannot cast to; their smallest normal exponent is 0
-_MINIFLOAT_MANTISSA = {4: 1, 6: 3}
+_MINIFLOATS = {4: (1, 0), 6: (3, 0), 8: (3, -6)}
+
+
+def minifloat(num_bits: int) -> tuple[int, int]:
+    """Return a small float's mantissa bits and the exponent of its smallest normal number.
+
+    >>> minifloat(4)  # E2M1: 0, 0.5, 1, 1.5, 2, 3, 4, 6
+    (1, 0)
+    """
+    return _MINIFLOATS[num_bits]
 
 
 def quantized_range(args: QuantizationArgs) -> tuple[float, float]:
@@ -38,11 +46,10 @@ def round_to_type(scaled: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
         return torch.round(scaled)
     if args.num_bits == 8:
         return scaled.to(torch.float8_e4m3fn).to(scaled.dtype)
-    # a value with exponent e is a multiple of 2 ** (max(e, 0) - mantissa)
+    # a value with exponent e is a multiple of 2 ** (max(e, min_exponent) - mantissa)
+    mantissa, min_exponent = minifloat(args.num_bits)
     exponent = torch.frexp(scaled).exponent - 1
-    step = torch.ldexp(
-        torch.ones_like(scaled), exponent.clamp_(min=0) - _MINIFLOAT_MANTISSA[args.num_bits]
-    )
+    step = torch.ldexp(torch.ones_like(scaled), exponent.clamp_(min=min_exponent) - mantissa)
     return torch.round(scaled / step) * step
 
 

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from steelyard.kernels import compiled
+from steelyard.kernels.backend import use_compiled
 from steelyard.kernels.qparams import qparams_from_range
 from steelyard.kernels.range import compute_dtype, range_of
 from steelyard.kernels.rounding import reconstruct
@@ -54,16 +56,35 @@ def search_range(
     importance: torch.Tensor | None = None,
     global_scale: torch.Tensor | None = None,
     observed_range: tuple[torch.Tensor, torch.Tensor] | None = None,
+    group_dims: int = 1,
+    backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the range whose stored parameters reconstruct `observed` with the least error.
 
     observed:       (num_observations, *qparam_shape, group_size), any floating type
+    group_dims:     2 where a group has rows and columns, (..., rows, columns)
     importance:     broadcasts to observed, not negative
     observed_range: `range_of(observed)`, where the caller has it
     patience:       stop after this many steps in which no group of the tensor improved; 0: never
     returns:        min_vals, max_vals (*qparam_shape)
     """
-    min_vals, max_vals = observed_range or range_of(observed)
+    min_vals, max_vals = observed_range or range_of(observed, group_dims, backend)
+    if use_compiled(observed, backend) and compiled.supports(args, scale_dtype):
+        return compiled.search_range(
+            observed,
+            args,
+            scale_dtype,
+            factors,
+            norm,
+            patience,
+            importance,
+            global_scale,
+            (min_vals, max_vals),
+            group_dims,
+        )
+    if group_dims == 2:
+        importance = None if importance is None else importance.expand_as(observed).flatten(-2)
+        observed = observed.flatten(-2)
     errors = candidate_errors(
         observed, min_vals, max_vals, args, scale_dtype, factors, norm, importance, global_scale
     )

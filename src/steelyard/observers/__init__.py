@@ -13,6 +13,7 @@ from steelyard.observers.min_max import (
     StaticMinMaxObserver,
 )
 from steelyard.observers.mse import MemorylessMSEObserver, MovingAverageMSEObserver
+from steelyard.observers.optimal import OptimalObserver
 from steelyard.observers.options import ObserverOptions
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "MovingAverageMSEObserver",
     "Observer",
     "ObserverOptions",
+    "OptimalObserver",
     "QParamsDict",
     "StaticMinMaxObserver",
     "flatten_for_calibration",

@@ -27,6 +27,7 @@ from steelyard.observers.helpers import (
     count_tokens,
     flatten_for_calibration,
     group_order,
+    view_blocks,
 )
 from steelyard.observers.options import ObserverOptions, parse_options
 from steelyard.registry import Registry
@@ -34,7 +35,18 @@ from steelyard.registry import Registry
 __all__ = ["Observer", "QParamsDict"]
 
 Self = TypeVar("Self", bound="Observer")
+Method = TypeVar("Method", bound=Callable[..., None])
 ObserverClass = TypeVar("ObserverClass", bound="type[Observer]")
+
+
+def reads_blocks(method: Method) -> Method:
+    """Mark an `update_statistics_from_observed` that takes 2-D blocks unflattened, as a view.
+
+    Flattening a block copies the weight. A marked method gets (1, out / h, in / w, h, w) for
+    strategy `block`, and must pass `self.group_dims(observed)` on to the kernels.
+    """
+    method.reads_blocks = True  # type: ignore[attr-defined]
+    return method
 
 
 class QParamsDict(TypedDict):
@@ -80,14 +92,16 @@ class Observer(InternalModule):  # type: ignore[misc]  # compressed-tensors is u
         **observer_kwargs: Any,
     ) -> None:
         super().__init__()
-        if isinstance(base_name, QuantizationArgs):  # the first generation took only these
-            base_name, args = "weight", base_name
-        given = args if args is not None else quantization_args
-        if given is None or (args is not None and quantization_args is not None):
+        first = None
+        if not isinstance(base_name, str):  # the first generation took only its QuantizationArgs
+            base_name, first = "weight", base_name
+        forms: list[Any] = [a for a in (first, args, quantization_args) if a is not None]
+        if len(forms) != 1:
             raise TypeError(
                 f"{type(self).__name__} takes its QuantizationArgs once, "
                 "as args or as quantization_args"
             )
+        given = forms[0]
         options = {**(given.observer_kwargs or {}), **observer_kwargs}
         self.base_name = base_name
         self.args: QuantizationArgs = given.model_copy(update={"observer_kwargs": options})
@@ -143,13 +157,24 @@ class Observer(InternalModule):  # type: ignore[misc]  # compressed-tensors is u
         if g_idx is not None:
             order = group_order(g_idx, observed.shape[-1], self.base_name, self.args)
             observed = observed if order is None else observed[..., order]
-        flat = flatten_for_calibration(observed, self.base_name, self.args)
+        in_place = getattr(self.update_statistics_from_observed, "reads_blocks", False)
+        if in_place and self.args.strategy == "block":
+            flat = view_blocks(observed, self.args)
+        else:
+            flat = flatten_for_calibration(observed, self.base_name, self.args)
         self._check_shape(flat)
-        self._checked = (flat, self.range_of(flat))
-        self._column_order = order
-        self.observed_dtype, self.observed_shape = observed.dtype, observed.shape
+        self._checked = (flat, self.range_of(flat, source=observed))
+        before = self._column_order, self.observed_dtype, self.observed_shape
+        self._column_order, self.observed_dtype, self.observed_shape = (
+            order,
+            observed.dtype,
+            observed.shape,
+        )
         try:
             self.update_statistics_from_observed(flat)
+        except BaseException:
+            self._column_order, self.observed_dtype, self.observed_shape = before
+            raise
         finally:
             self._checked = None
         self.num_updates += 1
@@ -167,17 +192,25 @@ class Observer(InternalModule):  # type: ignore[misc]  # compressed-tensors is u
             "self.min_vals and self.max_vals"
         )
 
-    def range_of(self, observed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def range_of(
+        self, observed: torch.Tensor, source: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return minimum and maximum per parameter, (*qparam_shape) each; refuse NaN and infinity.
 
         observed: (num_observations, *qparam_shape, group_size)
+        source:   the value before it was padded to that shape, for the message
         """
         if self._checked is not None and self._checked[0] is observed:
             return self._checked[1]
-        low, high = range_of(observed)
+        low, high = range_of(observed, self.group_dims(observed))
         if not bool(torch.isfinite(low).all() & torch.isfinite(high).all()):
-            raise NonFiniteError(_describe_non_finite(observed, self.label))
+            value = observed if source is None else source
+            raise NonFiniteError(_describe_non_finite(value, self.label))
         return low, high
+
+    def group_dims(self, observed: torch.Tensor) -> int:
+        """Return how many trailing dimensions a group has: 2 for blocks that were not flattened."""
+        return 2 if self.args.strategy == "block" and observed.ndim == 5 else 1
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         """Yield scale and zero point, so that `scale, zero_point = observer(x)` unpacks."""
@@ -191,21 +224,25 @@ class Observer(InternalModule):  # type: ignore[misc]  # compressed-tensors is u
     def get_qparams(self) -> QParamsDict:
         """Compute the parameters from the statistics; repeatable, changes nothing.
 
-        Fused observers must all have observed before parameters are asked of any of them.
+        Where fused observers share a scale, all of them must have observed something.
         """
-        for observer in (self, *self._fused_observers):
+        shares = self._shares_scale or self.args.strategy == "tensor_group"
+        for observer in (self, *(self._fused_observers if shares else ())):
             observer._require_statistics(asked_by=self)
         global_scale = self.get_global_scale()
-        min_vals, max_vals = self.chosen_range(global_scale)
-        if self._shares_range:
+        scale, zero_point = self.compute_qparams(global_scale)
+        if self._shares_scale:
             for other in self._fused_observers:
-                low, high = other.chosen_range(global_scale)
-                min_vals = torch.minimum(min_vals, low.to(min_vals.device))
-                max_vals = torch.maximum(max_vals, high.to(max_vals.device))
-        scale, zero_point = qparams_from_range(
-            min_vals, max_vals, self.args, self.scale_dtype, global_scale
-        )
+                theirs, _ = other.compute_qparams(global_scale)
+                scale = torch.maximum(scale, theirs.to(scale))
         return {"scale": scale, "zero_point": zero_point, "global_scale": global_scale}
+
+    def compute_qparams(
+        self, global_scale: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return scale and zero point, given the global scale that will be stored with them."""
+        min_vals, max_vals = self.chosen_range(global_scale)
+        return qparams_from_range(min_vals, max_vals, self.args, self.scale_dtype, global_scale)
 
     def chosen_range(self, global_scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the range to store, given the global scale that will be stored with it."""
@@ -245,7 +282,7 @@ class Observer(InternalModule):  # type: ignore[misc]  # compressed-tensors is u
 
     def reset(self) -> None:
         """Forget everything observed; options and fusion stay."""
-        for name in self._statistics:
+        for name in self.statistic_names():
             if name in self.__dict__:
                 delattr(self, name)
         self.observed_dtype, self.observed_shape = None, None
@@ -301,8 +338,10 @@ class Observer(InternalModule):  # type: ignore[misc]  # compressed-tensors is u
                     f"{linked[0].label} and {other.label} are fused by the server but quantized "
                     f"differently: {differing}; give them one scheme, or ignore them all"
                 )
-        for observer in linked:
-            observer._fused_observers.update(o for o in linked if o is not observer)
+        # whoever was fused with one of them is fused with all of them
+        group = {o for member in linked for o in (member, *member._fused_observers)}
+        for observer in group:
+            observer._fused_observers = group - {observer}
 
     # -- names and checks -------------------------------------------------------------------
 
@@ -313,7 +352,7 @@ class Observer(InternalModule):  # type: ignore[misc]  # compressed-tensors is u
         return f"{self.base_name}{where} ({type(self).__name__})"
 
     @property
-    def _shares_range(self) -> bool:
+    def _shares_scale(self) -> bool:
         """A per-tensor FP8 weight has one scale for the fused matrix."""
         args = self.args
         return bool(
@@ -340,7 +379,8 @@ class Observer(InternalModule):  # type: ignore[misc]  # compressed-tensors is u
         """An observer with memory must go on observing the same thing."""
         if not (self._act_sync_dict and self.has_statistics):
             return
-        expected, got = tuple(self.min_vals.shape), tuple(flat.shape[1:-1])
+        expected = tuple(self.min_vals.shape)
+        got = tuple(flat.shape[1 : -self.group_dims(flat)])
         if expected != got:
             raise StrategyError(
                 f"{self.label} has parameters of shape {expected}, but this value needs {got}: "
@@ -365,9 +405,11 @@ def _check_type(args: QuantizationArgs) -> None:
             raise StrategyError(
                 f"a {args.num_bits}-bit float has no zero point here: set symmetric=True"
             )
-    if args.scale_dtype == torch.uint8 and not (is_mx(args) and args.group_size == 32):
+    in_groups = args.strategy == "group" and args.group_size == 32
+    if args.scale_dtype == torch.uint8 and not (is_mx(args) and in_groups):
         raise StrategyError(
-            "scale_dtype uint8 means power-of-two scales, which belong to floats in groups of 32"
+            "scale_dtype uint8 means power-of-two scales, which belong to floats with strategy "
+            "'group' and group_size 32"
         )
 
 

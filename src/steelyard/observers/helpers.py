@@ -27,6 +27,7 @@ __all__ = [
     "fuse_weight_observers",
     "get_observer_token_count",
     "group_order",
+    "view_blocks",
 ]
 
 ACTIVATION_NAMES = ("input", "output")
@@ -92,6 +93,11 @@ def _flatten_weight(value: torch.Tensor, args: QuantizationArgs) -> torch.Tensor
 
 
 def _flatten_blocks(value: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
+    return view_blocks(value, args).flatten(-2, -1)  # (1, out / h, in / w, h * w)
+
+
+def view_blocks(value: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
+    """View a weight as (1, out / h, in / w, h, w), without a copy where the blocks divide it."""
     from compressed_tensors.quantization.utils import maybe_pad_tensor_for_block_quant
 
     if value.ndim != 2:
@@ -102,8 +108,7 @@ def _flatten_blocks(value: torch.Tensor, args: QuantizationArgs) -> torch.Tensor
     # zero is always representable without error, so padding moves no parameter
     padded: torch.Tensor = maybe_pad_tensor_for_block_quant(value, (height, width))
     rows, columns = padded.shape[0] // height, padded.shape[1] // width
-    blocks = padded.reshape(rows, height, columns, width).transpose(1, 2)
-    return blocks.flatten(-2, -1).unsqueeze(0)  # (1, out / h, in / w, h * w)
+    return padded.reshape(rows, height, columns, width).transpose(1, 2).unsqueeze(0)
 
 
 def _flatten_activation(value: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import distributed as dist
 
-from steelyard.observers.base import Observer
+from steelyard.observers.base import Observer, reads_blocks
 from steelyard.observers.moving_average import MovingAverageObserver
 from steelyard.observers.options import ObserverOptions
 
@@ -20,6 +20,7 @@ class MemorylessMinMaxObserver(Observer):
 
     Options = ObserverOptions
 
+    @reads_blocks
     def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
         self.min_vals, self.max_vals = self.range_of(observed)
 
@@ -30,6 +31,7 @@ class StaticMinMaxObserver(MemorylessMinMaxObserver):
 
     _act_sync_dict: ClassVar = {"min_vals": dist.ReduceOp.MIN, "max_vals": dist.ReduceOp.MAX}
 
+    @reads_blocks
     def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
         low, high = self.range_of(observed)
         started = self.has_statistics
@@ -41,6 +43,7 @@ class StaticMinMaxObserver(MemorylessMinMaxObserver):
 class MinMaxObserver(MovingAverageObserver):
     """A moving average of the ranges observed."""
 
+    @reads_blocks
     def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
         low, high = self.range_of(observed)
         self.average(min_vals=low, max_vals=high)

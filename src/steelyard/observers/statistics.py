@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,7 +47,7 @@ def merge(first: Observer, second: Observer) -> None:
         if name in mine and name in theirs:
             _check_shape(first, name, mine[name].shape, theirs[name].shape)
             total = _REDUCE[op](mine[name], theirs[name].to(mine[name].device))
-            getattr(first, name).copy_(total)  # in place: a module may share the tensor
+            _replace(first, name, total)
         elif name in theirs:
             setattr(first, name, theirs[name].clone())
     first.num_updates = sum(counts)
@@ -66,6 +65,12 @@ def sync(observer: Observer) -> list[dist.Work]:
         return []
     headers: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(headers, _header(observer))
+    for rank, header in enumerate(headers):
+        differing = _differing(headers[0], header, "on rank 0", f"on rank {rank}")
+        if differing:
+            raise StatisticsError(
+                f"{observer.label}: all ranks must hold the same observer, but {differing}"
+            )
     counts = [header["updates"] for header in headers]
     own = observer.contribution(counts, dist.get_rank())
     works = []
@@ -74,13 +79,14 @@ def sync(observer: Observer) -> list[dist.Work]:
         if not described:
             continue
         shape, dtype = described[0]
-        for other, _ in described[1:]:
+        for other, other_dtype in described[1:]:
             _check_shape(observer, name, shape, other)
-        if name in own:  # in place: a module may share the tensor
-            value = getattr(observer, name).contiguous().copy_(own[name])
+            dtype = torch.promote_types(dtype, other_dtype)
+        if name in own:
+            value = _replace(observer, name, own[name].to(dtype))
         else:
             value = _neutral(op, shape, dtype)
-        setattr(observer, name, value)
+            setattr(observer, name, value)
         reduced_by = dist.ReduceOp.SUM if op == dist.ReduceOp.AVG else op  # gloo has no AVG
         works.append(dist.all_reduce(value, op=reduced_by, async_op=True))
     observer.num_updates = sum(counts)
@@ -98,13 +104,15 @@ def save(observer: Observer, path: str | Path) -> None:
     tensors = {k: v.detach().cpu().clone() for k, v in observer.get_statistics().items()}
     if not tensors:
         raise StatisticsError(f"{observer.label} has observed nothing that could be saved")
-    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial.touch()
+    mode = partial.stat().st_mode  # what a new file gets here; safetensors would make it private
     try:
         save_file(tensors, partial, metadata={"steelyard": json.dumps(_identity(observer))})
-        Path(partial).replace(path)
+        partial.chmod(mode)
+        partial.replace(path)
     except BaseException:
-        Path(partial).unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
         raise
 
 
@@ -114,23 +122,20 @@ def load(observer: Observer, path: str | Path) -> None:
 
     try:
         with safe_open(path, framework="pt") as file:
-            metadata = json.loads((file.metadata() or {}).get("steelyard", "null"))
+            metadata = _parse((file.metadata() or {}).get("steelyard"))
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise StatisticsError(f"{path} is not a readable safetensors file: {error}") from None
     if metadata is None:
         raise StatisticsError(f"{path} holds no observer statistics written by steelyard")
     expected, found = _identity(observer), metadata
-    differing = [
-        f"{key} is {found.get(key)!r} in the file and {expected[key]!r} here"
-        for key in ("observer", "base_name", "format", "options")
-        if found.get(key) != expected[key]
-    ]
+    differing = _differing(found, expected, "in the file", "here")
     unknown = set(tensors) - set(observer.statistic_names())
     if unknown:
-        differing.append(f"it holds {', '.join(sorted(unknown))}, which {observer.label} does not")
+        extra = f"it holds {', '.join(sorted(unknown))}, which {observer.label} does not"
+        differing = "; ".join(filter(None, (differing, extra)))
     if differing:
-        raise StatisticsError(f"{path} does not fit {observer.label}: {'; '.join(differing)}")
+        raise StatisticsError(f"{path} does not fit {observer.label}: {differing}")
     observer.reset()
     for name, value in tensors.items():
         setattr(observer, name, value)
@@ -141,13 +146,13 @@ def load(observer: Observer, path: str | Path) -> None:
 
 def _identity(observer: Observer) -> dict[str, Any]:
     args = observer.args
-    declared = observer.options.model_dump() if observer.options is not None else {}
+    kind, strategy = (getattr(v, "value", v) for v in (args.type, args.strategy))
     return {
         "observer": type(observer).__name__,
         "base_name": observer.base_name,
-        "format": f"{args.type}{args.num_bits} {'' if args.symmetric else 'a'}symmetric "
-        f"{args.strategy} {args.group_size} {args.block_structure} {args.scale_dtype}",
-        "options": declared,
+        "format": f"{kind}{args.num_bits} {'' if args.symmetric else 'a'}symmetric "
+        f"{strategy} {args.group_size} {args.block_structure} {args.scale_dtype}",
+        "options": _options(observer),
         "updates": observer.num_updates,
         "tokens": observer.num_observed_tokens,
         "dtype": str(observer.observed_dtype).removeprefix("torch.")
@@ -156,11 +161,45 @@ def _identity(observer: Observer) -> dict[str, Any]:
     }
 
 
+def _differing(first: dict[str, Any], second: dict[str, Any], here: str, there: str) -> str:
+    """Return in which way two identities cannot be one, or an empty string."""
+    return "; ".join(
+        f"{key} is {first.get(key)!r} {here} and {second.get(key)!r} {there}"
+        for key in ("observer", "base_name", "format", "options")
+        if first.get(key) != second.get(key)
+    )
+
+
+def _options(observer: Observer) -> dict[str, Any]:
+    """Return the options, declared or not, in a form that a file can hold."""
+    if observer.options is not None:
+        return dict(observer.options.model_dump(mode="json"))
+    return {k: repr(v) for k, v in sorted(observer.args.observer_kwargs.items())}
+
+
+def _parse(text: str | None) -> dict[str, Any] | None:
+    """Return what `save` wrote, or None for the metadata of another program."""
+    try:
+        found = json.loads(text or "null")
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _replace(observer: Observer, name: str, value: torch.Tensor) -> torch.Tensor:
+    """Set a statistic, in place where it can be: a module may share the tensor."""
+    current: torch.Tensor = getattr(observer, name)
+    shared = current.dtype == value.dtype and not current.is_inference()
+    if not (shared and current.is_contiguous()):
+        current = torch.empty_like(value, memory_format=torch.contiguous_format)
+        setattr(observer, name, current)
+    return current.copy_(value)
+
+
 def _header(observer: Observer) -> dict[str, Any]:
     names = observer._act_sync_dict
     return {
-        "updates": observer.num_updates,
-        "tokens": observer.num_observed_tokens,
+        **_identity(observer),
         "dtype": observer.observed_dtype,
         "tensors": {
             k: (tuple(v.shape), v.dtype) for k, v in observer.get_statistics().items() if k in names
@@ -179,8 +218,8 @@ def _check_alike(first: Observer, second: Observer) -> None:
     differing = disagreement(first.args, second.args)
     if type(first) is not type(second) or first.base_name != second.base_name:
         differing = f"{first.label} and {second.label}"
-    elif first.options != second.options:
-        differing = f"options {first.options!r} and {second.options!r}"
+    elif _options(first) != _options(second):
+        differing = f"options {_options(first)} and {_options(second)}"
     if differing:
         raise StatisticsError(f"only observers that are alike can be merged, not {differing}")
 

@@ -1,18 +1,199 @@
-// The compiled half of steelyard.kernels.
+// The compiled half of steelyard.kernels: checks what Python hands over and picks the build of the
+// kernels that fits this processor.
 //
-// It is built for the oldest processor of its family and links to nothing but Python: what a
-// processor can do beyond that is asked at run time, and one build serves every torch.
+// It links to nothing but Python. Tensors come through DLPack and are read where they lie.
 
+#include <cstring>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include "api.h"
+
 namespace nb = nanobind;
+using namespace steelyard;
 
 namespace {
+
+using Tensor = nb::ndarray<nb::ro, nb::device::cpu>;
+using Floats = nb::ndarray<float, nb::device::cpu, nb::c_contig>;
+using ConstFloats = nb::ndarray<const float, nb::device::cpu, nb::c_contig>;
+using Bytes = nb::ndarray<uint8_t, nb::device::cpu, nb::c_contig>;
+
+const Table* table_for(const std::string& name) {
+#if defined(__x86_64__) && defined(__GNUC__)
+    if (name == "avx512" && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
+        return &avx512_table;
+    }
+    if (name == "avx2" && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+        return &avx2_table;
+    }
+#endif
+    return name == "baseline" ? &baseline_table : nullptr;
+}
+
+const Table& require_table(const std::string& name) {
+    const Table* table = table_for(name);
+    if (table == nullptr) throw std::invalid_argument("this processor cannot run " + name);
+    return *table;
+}
+
+// Instruction sets that this processor runs, best first.
+std::vector<std::string> instruction_sets() {
+    std::vector<std::string> usable;
+    for (const char* name : {"avx512", "avx2", "baseline"}) {
+        if (table_for(name) != nullptr) usable.emplace_back(name);
+    }
+    return usable;
+}
+
+Type type_of(const Tensor& x) {
+    if (x.dtype() == nb::dtype<float>()) return Type::f32;
+    const auto code = nb::dlpack::dtype_code(x.dtype().code);
+    if (x.dtype().bits == 16 && code == nb::dlpack::dtype_code::Float) return Type::f16;
+    if (x.dtype().bits == 16 && code == nb::dlpack::dtype_code::Bfloat) return Type::bf16;
+    throw std::invalid_argument("values must be fp32, fp16 or bf16");
+}
+
+View view_of(const Tensor& x) {
+    if (x.ndim() != 5) throw std::invalid_argument("values must have five dimensions");
+    View view{x.data(), type_of(x), {}, {}};
+    for (int i = 0; i < 5; ++i) {
+        view.size[i] = int64_t(x.shape(i));
+        view.stride[i] = x.stride(i);
+        if (view.size[i] == 0) throw std::invalid_argument("values must not be empty");
+    }
+    return view;
+}
+
+template <class Array>
+void require_size(const Array& array, int64_t size, const char* name) {
+    if (int64_t(array.size()) != size) {
+        throw std::invalid_argument(std::string(name) + " must hold " + std::to_string(size) +
+                                    " values, not " + std::to_string(array.size()));
+    }
+}
+
+// Importance broadcasts over the values: a dimension of size 1 does not advance.
+const float* weights_of(const std::optional<Tensor>& weights, const View& values, int64_t* stride) {
+    if (!weights) return nullptr;
+    const View view = view_of(*weights);
+    if (view.type != Type::f32) throw std::invalid_argument("importance must be fp32");
+    for (int i = 0; i < 5; ++i) {
+        if (view.size[i] != 1 && view.size[i] != values.size[i]) {
+            throw std::invalid_argument("importance must broadcast to the values");
+        }
+        stride[i] = view.size[i] == 1 ? 0 : view.stride[i];
+    }
+    return static_cast<const float*>(view.data);
+}
+
+void range(const Tensor& values, Floats low, Floats high, const std::string& isa, int threads) {
+    const View view = view_of(values);
+    require_size(low, view.groups(), "low");
+    require_size(high, view.groups(), "high");
+    const Table& table = require_table(isa);
+    nb::gil_scoped_release release;
+    table.range(view, low.data(), high.data(), threads);
+}
+
+void search(const Tensor& values, const Format& format, ConstFloats min_vals, ConstFloats max_vals,
+            const std::vector<float>& factors, float norm, const std::optional<Tensor>& weights,
+            Floats best_min, Floats best_max, Bytes improved, const std::string& isa, int threads) {
+    SearchProblem p{};
+    p.values = view_of(values);
+    p.format = format;
+    p.weights = weights_of(weights, p.values, p.weight_stride);
+    require_size(min_vals, p.values.groups(), "min_vals");
+    require_size(max_vals, p.values.groups(), "max_vals");
+    require_size(best_min, p.values.groups(), "best_min");
+    require_size(best_max, p.values.groups(), "best_max");
+    require_size(improved, int64_t(factors.size()), "improved");
+    p.min_vals = min_vals.data();
+    p.max_vals = max_vals.data();
+    p.factors = factors.data();
+    p.num_factors = int(factors.size());
+    p.norm = norm;
+    p.best_min = best_min.data();
+    p.best_max = best_max.data();
+    p.improved = improved.data();
+    const Table& table = require_table(isa);
+    nb::gil_scoped_release release;
+    table.search(p, threads);
+}
+
+void optimal(const Tensor& values, const Format& format, ConstFloats min_vals, ConstFloats max_vals,
+             const std::optional<Tensor>& weights, bool negative, Floats scale,
+             std::optional<Floats> zero_point, const std::string& isa, int threads) {
+    OptimalProblem p{};
+    p.values = view_of(values);
+    p.format = format;
+    p.weights = weights_of(weights, p.values, p.weight_stride);
+    require_size(min_vals, p.values.groups(), "min_vals");
+    require_size(max_vals, p.values.groups(), "max_vals");
+    require_size(scale, p.values.groups(), "scale");
+    if (zero_point) require_size(*zero_point, p.values.groups(), "zero_point");
+    p.min_vals = min_vals.data();
+    p.max_vals = max_vals.data();
+    p.negative = negative;
+    p.scale = scale.data();
+    p.zero_point = zero_point ? zero_point->data() : nullptr;
+    const Table& table = require_table(isa);
+    nb::gil_scoped_release release;
+    table.optimal(p, threads);
+}
+
+void sum_squares(const Tensor& values, Floats sums, const std::string& isa, int threads) {
+    const View view = view_of(values);  // (tokens, 1, 1, 1, columns)
+    if (view.size[1] != 1 || view.size[2] != 1 || view.size[3] != 1) {
+        throw std::invalid_argument("values must be tokens by columns");
+    }
+    require_size(sums, view.size[4], "sums");
+    const Table& table = require_table(isa);
+    nb::gil_scoped_release release;
+    table.sum_squares(view, sums.data(), threads);
+}
+
+void pack(const Tensor& weight, ConstFloats scale, std::optional<ConstFloats> zero_point,
+          const Format& format, int64_t block_rows, int64_t block_columns, int num_bits, int layout,
+          bool round_quotient, Bytes out, const std::string& isa, int threads) {
+    if (weight.ndim() != 2 || out.ndim() != 2) throw std::invalid_argument("matrices, please");
+    PackProblem p{};
+    p.data = weight.data();
+    p.type = type_of(weight);
+    p.rows = int64_t(weight.shape(0));
+    p.columns = int64_t(weight.shape(1));
+    p.row_stride = weight.stride(0);
+    p.column_stride = weight.stride(1);
+    p.block_rows = block_rows;
+    p.block_columns = block_columns;
+    const int64_t blocks = ((p.rows + block_rows - 1) / block_rows) *
+                           ((p.columns + block_columns - 1) / block_columns);
+    require_size(scale, blocks, "scale");
+    if (zero_point) require_size(*zero_point, blocks, "zero_point");
+    p.scale = scale.data();
+    p.zero_point = zero_point ? zero_point->data() : nullptr;
+    p.format = format;
+    p.num_bits = num_bits;
+    p.layout = Layout(layout);
+    p.round_quotient = round_quotient;
+    p.out = out.data();
+    p.out_row_bytes = int64_t(out.shape(1));
+    const int64_t bits = p.layout == Layout::bytes ? 8 : (p.layout == Layout::nibbles ? 4 : num_bits);
+    if (int64_t(out.shape(0)) != p.rows || p.out_row_bytes * 8 < p.columns * bits) {
+        throw std::invalid_argument("out is too small for the packed weight");
+    }
+    const Table& table = require_table(isa);
+    nb::gil_scoped_release release;
+    table.pack(p, threads);
+}
 
 std::vector<std::string> cpu_features() {
     std::vector<std::string> found;
@@ -34,8 +215,6 @@ std::string compiler() {
     return "clang " __clang_version__;
 #elif defined(__GNUC__)
     return "gcc " __VERSION__;
-#elif defined(_MSC_VER)
-    return "msvc " + std::to_string(_MSC_FULL_VER);
 #else
     return "unknown";
 #endif
@@ -45,6 +224,44 @@ std::string compiler() {
 
 NB_MODULE(_native, m) {
     m.doc() = "Compiled kernels; steelyard.kernels decides when they are used.";
+    nb::class_<Format>(m, "Format", "A quantized type and how its scales are stored.")
+        .def(
+            "__init__",
+            [](Format* self, bool is_int, bool symmetric, float qmin, float qmax, int mantissa,
+               int min_exponent, int scale, std::optional<float> global_scale, int mx_offset,
+               uint32_t mx_round_bit) {
+                new (self) Format{is_int,
+                                  symmetric,
+                                  qmin,
+                                  qmax,
+                                  mantissa,
+                                  min_exponent,
+                                  ScaleType(scale),
+                                  global_scale.has_value(),
+                                  global_scale.value_or(1.0f),
+                                  mx_offset,
+                                  mx_round_bit};
+            },
+            nb::kw_only(), nb::arg("is_int"), nb::arg("symmetric"), nb::arg("qmin"), nb::arg("qmax"),
+            nb::arg("mantissa"), nb::arg("min_exponent"), nb::arg("scale"),
+            nb::arg("global_scale").none(), nb::arg("mx_offset"), nb::arg("mx_round_bit"));
+    m.def("range", &range, nb::arg("values"), nb::arg("low"), nb::arg("high"), nb::arg("isa"),
+          nb::arg("threads"));
+    m.def("search", &search, nb::arg("values"), nb::arg("format"), nb::arg("min_vals"),
+          nb::arg("max_vals"), nb::arg("factors"), nb::arg("norm"), nb::arg("weights").none(),
+          nb::arg("best_min"), nb::arg("best_max"), nb::arg("improved"), nb::arg("isa"),
+          nb::arg("threads"));
+    m.def("optimal", &optimal, nb::arg("values"), nb::arg("format"), nb::arg("min_vals"),
+          nb::arg("max_vals"), nb::arg("weights").none(), nb::arg("negative"), nb::arg("scale"),
+          nb::arg("zero_point").none(), nb::arg("isa"), nb::arg("threads"));
+    m.def("sum_squares", &sum_squares, nb::arg("values"), nb::arg("sums"), nb::arg("isa"),
+          nb::arg("threads"));
+    m.def("pack", &pack, nb::arg("weight"), nb::arg("scale"), nb::arg("zero_point").none(),
+          nb::arg("format"), nb::arg("block_rows"), nb::arg("block_columns"), nb::arg("num_bits"),
+          nb::arg("layout"), nb::arg("round_quotient"), nb::arg("out"), nb::arg("isa"),
+          nb::arg("threads"));
+    m.def("instruction_sets", &instruction_sets,
+          "Return the builds of the kernels that this processor runs, best first.");
     m.def("cpu_features", &cpu_features,
           "Return the vector instruction sets of this processor that a kernel could use.");
     m.def("compiler", &compiler, "Return the compiler and version that built this extension.");

@@ -1,0 +1,90 @@
+"""Which implementation runs: the plain-torch reference, or the compiled kernels.
+
+`auto`, the default, takes the compiled kernels for what they can read (fp32, fp16 and bf16 on a
+CPU) and the reference for the rest. Either can be forced by argument, or by the environment
+variable STEELYARD_BACKEND; STEELYARD_ISA forces one instruction set of the compiled kernels.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from functools import cache
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["BACKENDS", "extension", "instruction_set", "resolve", "use_compiled"]
+
+BACKENDS = ("auto", "reference", "compiled")
+
+
+@cache
+def extension() -> tuple[ModuleType | None, str | None]:
+    """Return the compiled extension, or the reason why there is none."""
+    try:
+        import steelyard.kernels._native as native
+    except ImportError as error:
+        return None, str(error)
+    return native, None
+
+
+def resolve(backend: str | None = None) -> str:
+    """Return the backend asked for: by argument, else by the environment, else `auto`."""
+    source = "backend" if backend is not None else "STEELYARD_BACKEND"
+    asked = backend if backend is not None else os.environ.get("STEELYARD_BACKEND", "auto")
+    if asked not in BACKENDS:
+        raise ValueError(f"{source} must be one of {', '.join(BACKENDS)}, got {asked!r}")
+    return asked
+
+
+def instruction_set() -> str:
+    """Return the build of the compiled kernels in use: avx512, avx2 or baseline."""
+    native, _ = extension()
+    assert native is not None
+    usable: list[str] = native.instruction_sets()
+    asked = os.environ.get("STEELYARD_ISA")
+    if asked is None:
+        return usable[0]
+    if asked not in usable:
+        raise ValueError(f"STEELYARD_ISA must be one of {', '.join(usable)} here, got {asked!r}")
+    return asked
+
+
+def use_compiled(values: torch.Tensor, backend: str | None = None) -> bool:
+    """Whether the compiled kernels are to work on `values`."""
+    asked = resolve(backend)
+    if asked == "reference":
+        return False
+    reason = _unreadable(values)
+    native, problem = extension()
+    if native is None:
+        reason = f"the extension cannot be imported ({problem})"
+        if asked == "auto":
+            _notice_missing(reason)
+    if asked == "compiled" and reason is not None:
+        raise ValueError(f"the compiled kernels cannot work here: {reason}")
+    return reason is None
+
+
+def _unreadable(values: torch.Tensor) -> str | None:
+    import torch
+
+    if values.device.type != "cpu":
+        return f"the tensor is on {values.device}, not on the CPU"
+    if values.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"the tensor is {values.dtype}, not fp32, fp16 or bf16"
+    return None
+
+
+@cache
+def _notice_missing(reason: str) -> None:
+    warnings.warn(
+        f"steelyard runs on its plain-torch reference, which is slow: {reason}. "
+        "Reinstall the package with a C++17 compiler at hand, or set "
+        "STEELYARD_BACKEND=reference to silence this.",
+        RuntimeWarning,
+        stacklevel=4,
+    )

@@ -1,0 +1,226 @@
+"""The compiled kernels behind the reference's signatures.
+
+Values are handed over where they lie, as a view of five dimensions (observations, two of
+parameters, rows and columns of a group); nothing is converted or copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from steelyard.kernels.backend import extension, instruction_set
+from steelyard.kernels.rounding import minifloat, quantized_range
+
+if TYPE_CHECKING:
+    from compressed_tensors.quantization import QuantizationArgs
+
+__all__ = [
+    "format_of",
+    "optimal_qparams",
+    "pack",
+    "range_of",
+    "search_range",
+    "sum_of_squares",
+    "supports",
+]
+
+# as in native/api.h
+_SCALE_TYPES = {
+    torch.float32: 0,
+    torch.float16: 1,
+    torch.bfloat16: 2,
+    torch.float8_e4m3fn: 3,
+    torch.uint8: 4,
+}
+_PARALLEL_FROM = 1 << 16  # elements; below that, starting threads costs more than it gives
+
+
+def format_of(
+    args: QuantizationArgs, scale_dtype: torch.dtype, global_scale: torch.Tensor | None = None
+) -> Any:
+    """Describe a quantized type, and how its scales are stored, to the extension."""
+    qmin, qmax = quantized_range(args)
+    mantissa, min_exponent = (0, 0) if args.type == "int" else minifloat(args.num_bits)
+    # compressed-tensors rounds an MX range to a power of two with the element's mantissa, but
+    # with fp4's for fp8
+    rounding_mantissa = 3 if args.num_bits == 6 else 1
+    return _native().Format(
+        is_int=args.type == "int",
+        symmetric=args.symmetric,
+        qmin=qmin,
+        qmax=qmax,
+        mantissa=mantissa,
+        min_exponent=min_exponent,
+        scale=_SCALE_TYPES[scale_dtype],
+        global_scale=None if global_scale is None else float(global_scale),
+        mx_offset=8 if args.num_bits == 8 else 2,
+        mx_round_bit=1 << (23 - rounding_mantissa - 1),
+    )
+
+
+def supports(args: QuantizationArgs, scale_dtype: torch.dtype) -> bool:
+    """Whether the searches know this type; those that they do not are left to the reference."""
+    return scale_dtype in _SCALE_TYPES and (args.type == "int" or args.symmetric)
+
+
+def range_of(observed: torch.Tensor, group_dims: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    low, high = (torch.empty(_qparam_shape(observed, group_dims)) for _ in range(2))
+    values = _five(observed, group_dims)
+    _native().range(values, low, high, instruction_set(), _threads(observed))
+    return low, high
+
+
+def search_range(
+    observed: torch.Tensor,
+    args: QuantizationArgs,
+    scale_dtype: torch.dtype,
+    factors: Sequence[float],
+    norm: float,
+    patience: int,
+    importance: torch.Tensor | None,
+    global_scale: torch.Tensor | None,
+    observed_range: tuple[torch.Tensor, torch.Tensor],
+    group_dims: int = 1,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    min_vals, max_vals = (t.contiguous() for t in observed_range)
+    best_min, best_max = torch.empty_like(min_vals), torch.empty_like(max_vals)
+    values, weights = _five(observed, group_dims), _weights(importance, observed, group_dims)
+    described = format_of(args, scale_dtype, global_scale)
+    tried = list(factors)
+    while True:
+        improved = torch.zeros(len(tried), dtype=torch.uint8)
+        _native().search(
+            values,
+            described,
+            min_vals,
+            max_vals,
+            tried,
+            norm,
+            weights,
+            best_min,
+            best_max,
+            improved,
+            instruction_set(),
+            _threads(observed),
+        )
+        stop = _steps_until_patience_ends(improved.tolist(), patience)
+        if stop == len(tried):
+            return best_min, best_max
+        tried = tried[:stop]  # later steps must not have been taken: choose again without them
+
+
+def optimal_qparams(
+    observed: torch.Tensor,
+    args: QuantizationArgs,
+    scale_dtype: torch.dtype,
+    importance: torch.Tensor | None,
+    global_scale: torch.Tensor | None,
+    observed_range: tuple[torch.Tensor, torch.Tensor],
+    negative_scales: bool = False,
+    group_dims: int = 1,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    min_vals, max_vals = (t.contiguous() for t in observed_range)
+    scale = torch.empty_like(min_vals)
+    zero_point = None if args.symmetric else torch.empty_like(min_vals)
+    _native().optimal(
+        _five(observed, group_dims),
+        format_of(args, scale_dtype, global_scale),
+        min_vals,
+        max_vals,
+        _weights(importance, observed, group_dims),
+        negative_scales,
+        scale,
+        zero_point,
+        instruction_set(),
+        _threads(observed),
+    )
+    return scale, zero_point
+
+
+def sum_of_squares(x: torch.Tensor) -> torch.Tensor:
+    sums = torch.empty(x.shape[-1])
+    rows = x.detach().reshape(-1, 1, 1, 1, x.shape[-1])
+    _native().sum_squares(rows, sums, instruction_set(), _threads(x))
+    return sums
+
+
+def pack(
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    args: QuantizationArgs,
+    global_scale: torch.Tensor | None,
+    block: tuple[int, int],
+    layout: int,
+    round_quotient: bool,
+    out: torch.Tensor,
+) -> None:
+    """Fill `out`, bytes of shape (rows, bytes per row)."""
+    _native().pack(
+        weight.detach(),
+        scale.detach().to(torch.float32).contiguous(),
+        None if zero_point is None else zero_point.to(torch.float32).contiguous(),
+        format_of(args, torch.float32, global_scale),
+        *block,
+        args.num_bits,
+        layout,
+        round_quotient,
+        out,
+        instruction_set(),
+        _threads(weight),
+    )
+
+
+def _steps_until_patience_ends(improved: Sequence[int], patience: int) -> int:
+    idle = 0
+    for step, better in enumerate(improved[1:], start=1):
+        idle = 0 if better else idle + 1
+        if patience > 0 and idle >= patience:
+            return step + 1
+    return len(improved)
+
+
+def _native() -> Any:
+    native, problem = extension()
+    if native is None:
+        raise ImportError(problem)
+    return native
+
+
+def _threads(values: torch.Tensor) -> int:
+    return torch.get_num_threads() if values.numel() >= _PARALLEL_FROM else 1
+
+
+def _qparam_shape(observed: torch.Tensor, group_dims: int) -> tuple[int, ...]:
+    return tuple(observed.shape[1:-group_dims])
+
+
+def _five(tensor: torch.Tensor, group_dims: int, like: torch.Tensor | None = None) -> torch.Tensor:
+    """View (num_observations, *qparam_shape, *group) as (n, q1, q2, rows, columns).
+
+    like: a tensor that `tensor` broadcasts to; its shape decides which dimensions are kept apart
+    """
+    view = tensor.detach()
+    shape = list((tensor if like is None else like).shape)
+    if group_dims == 1:
+        view = view.unsqueeze(-2)
+        shape.insert(-1, 1)
+    inner = range(1, len(shape) - 2)
+    single = [d for d in inner if shape[d] == 1]
+    view = view.squeeze(tuple(single))
+    while view.ndim > 5:  # more than two dimensions of parameters: join the outer ones
+        view = view.flatten(1, 2)
+    while view.ndim < 5:
+        view = view.unsqueeze(1)
+    return view
+
+
+def _weights(
+    importance: torch.Tensor | None, observed: torch.Tensor, group_dims: int
+) -> torch.Tensor | None:
+    if importance is None:
+        return None
+    return _five(importance.to(torch.float32), group_dims, observed)

@@ -1,0 +1,105 @@
+// What the Python binding and the per-instruction-set builds agree on.
+//
+// A kernel is written once, in the *.inl files, and compiled once per instruction set inside a
+// namespace of its own. Each build fills one Table; module.cpp picks a table at run time.
+#pragma once
+
+#include <cstdint>
+
+namespace steelyard {
+
+enum class Type : int { f32 = 0, f16 = 1, bf16 = 2 };
+
+// Observed values, read in place: element (n, q1, q2, h, w) lies at data + sum of index * stride.
+// A group, which shares one quantization parameter, is all (n, h, w) of one (q1, q2).
+struct View {
+    const void* data;
+    Type type;
+    int64_t size[5];
+    int64_t stride[5];
+
+    int64_t groups() const { return size[1] * size[2]; }
+    int64_t group_size() const { return size[0] * size[3] * size[4]; }
+    int64_t group_offset(int64_t g) const {
+        if (size[1] == 1) return g * stride[2];  // the usual case, without a division
+        return (g / size[2]) * stride[1] + (g % size[2]) * stride[2];
+    }
+};
+
+// How a scale is stored; the numbers are shared with kernels/native.py.
+enum class ScaleType : int { f32 = 0, f16 = 1, bf16 = 2, e4m3 = 3, e8m0 = 4 };
+
+// A quantized type: integers, or floats with few mantissa bits.
+struct Format {
+    bool is_int;
+    bool symmetric;
+    float qmin, qmax;
+    int mantissa;      // floats only
+    int min_exponent;  // floats only: exponent of the smallest normal number
+    ScaleType scale;
+    bool has_global;
+    float global_scale;
+    int mx_offset;          // e8m0 only: floor(log2(qmax))
+    uint32_t mx_round_bit;  // e8m0 only: added to the bits of the absmax before truncation
+};
+
+struct SearchProblem {
+    View values;
+    Format format;
+    const float* min_vals;  // per group
+    const float* max_vals;
+    const float* weights;        // importance, or null; (h, w) of a row of groups, see below
+    int64_t weight_stride[5];    // strides of the importance over (n, q1, q2, h, w)
+    const float* factors;
+    int num_factors;
+    float norm;
+    float* best_min;
+    float* best_max;
+    uint8_t* improved;  // per factor: whether any group improved there
+};
+
+struct OptimalProblem {
+    View values;
+    Format format;
+    const float* min_vals;
+    const float* max_vals;
+    const float* weights;
+    int64_t weight_stride[5];
+    bool negative;  // symmetric integers: scales below zero are candidates too
+    float* scale;   // stored value, per group
+    float* zero_point;
+};
+
+enum class Layout : int { packed32 = 0, bytes = 1, nibbles = 2 };
+
+struct PackProblem {
+    const void* data;  // (rows, columns)
+    Type type;
+    int64_t rows, columns, row_stride, column_stride;
+    int64_t block_rows, block_columns;  // rows and columns that share one parameter
+    const float* scale;                 // (ceil(rows / block_rows), ceil(columns / block_columns))
+    const float* zero_point;            // as scale, or null
+    Format format;
+    int num_bits;
+    Layout layout;
+    bool round_quotient;  // round each step to the tensor's type, as compressed-tensors does
+    uint8_t* out;
+    int64_t out_row_bytes;
+};
+
+struct Table {
+    const char* name;
+    void (*range)(const View&, float* low, float* high, int threads);
+    void (*search)(const SearchProblem&, int threads);
+    void (*optimal)(const OptimalProblem&, int threads);
+    void (*sum_squares)(const View&, float* sums, int threads);
+    void (*pack)(const PackProblem&, int threads);
+};
+
+extern const Table baseline_table;
+#if defined(__x86_64__)
+extern const Table avx2_table;
+extern const Table avx512_table;
+#endif
+
+}  // namespace steelyard

@@ -1,0 +1,47 @@
+// Everything that is compiled once per instruction set, inside a namespace of its own.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+#include "api.h"
+#include "threads.h"
+
+#define JOIN_(a, b) a##b
+#define JOIN(a, b) JOIN_(a, b)
+#define TEXT_(a) #a
+#define TEXT(a) TEXT_(a)
+
+namespace steelyard {
+namespace STEELYARD_ISA {
+namespace {
+
+#include "simd.inl"
+
+#include "gather.inl"
+
+#include "scales.inl"
+
+#include "range.inl"
+
+#include "search.inl"
+
+#include "optimal.inl"
+
+#include "pack.inl"
+
+}  // namespace
+}  // namespace STEELYARD_ISA
+
+const Table JOIN(STEELYARD_ISA, _table) = {
+    TEXT(STEELYARD_ISA),         STEELYARD_ISA::range,       STEELYARD_ISA::search,
+    STEELYARD_ISA::optimal,      STEELYARD_ISA::sum_squares, STEELYARD_ISA::pack,
+};
+
+}  // namespace steelyard

@@ -1,0 +1,201 @@
+// The shrink-grid search; kernels/search.py says what is computed.
+//
+// Errors are summed in units of the candidate's scale: with y = x / scale, the error of a value is
+// |y - round(y)|, and only the sum is multiplied by scale^norm. Values stay small, so neither the
+// power nor its sum can overflow.
+
+static constexpr double NO_LIMIT = 1e300;  // more than any error; the build assumes finite numbers
+static constexpr int64_t WHOLE_GROUP = 16384;  // larger groups are read in tiles of this size
+static constexpr int64_t CHECK_EVERY = 512;    // values between two looks at the error so far
+
+struct Rounding {
+    bool is_int;
+    float qmin, qmax, smallest_normal, magic;
+
+    explicit Rounding(const Format& f)
+        : is_int(f.is_int),
+          qmin(f.qmin),
+          qmax(f.qmax),
+          smallest_normal(std::ldexp(1.0f, f.min_exponent)),
+          magic(1.5f * float(1 << (23 - f.mantissa))) {}
+};
+
+// Sum of weight * |y - round(y)|^norm, or something larger than `limit` as soon as it is exceeded.
+template <bool INT, int NORM, bool WEIGHTED>
+static double error_sum(const float* x, const float* w, int64_t n, const Rounding& r, float inverse,
+                        float zero_point, const Power& power, double limit, int64_t check_every) {
+    auto error = [&](int64_t i) {
+        const vf y = load(x + i) * inverse + zero_point;
+        const vf c = vmin(vmax(y, splat(r.qmin)), splat(r.qmax));
+        const vf q = INT ? round_int(c) : round_float(c, r.smallest_normal, r.magic);
+        const vf d = y - q;
+        vf e;
+        if constexpr (NORM == 1) e = vabs(d);
+        else if constexpr (NORM == 2) e = d * d;
+        else if constexpr (NORM == 3) e = d * d * vabs(d);
+        else e = power(vabs(d));
+        if constexpr (WEIGHTED) e *= load(w + i);
+        return e;
+    };
+    double total = 0;
+    for (int64_t begin = 0; begin < n; begin += check_every) {
+        const int64_t end = std::min(n, begin + check_every);
+        vf first = {}, second = {};  // two sums, so that one need not wait for the other
+        int64_t i = begin;
+        for (; i + 2 * LANES <= end; i += 2 * LANES) {
+            first += error(i);
+            second += error(i + LANES);
+        }
+        if (i < end) first += error(i);
+        total += sum(first + second);
+        if (total > limit) break;
+    }
+    return total;
+}
+
+using ErrorSum = double (*)(const float*, const float*, int64_t, const Rounding&, float, float,
+                            const Power&, double, int64_t);
+
+template <bool INT, bool WEIGHTED>
+static ErrorSum error_sum_for(float norm) {
+    if (norm == 1.0f) return error_sum<INT, 1, WEIGHTED>;
+    if (norm == 2.0f) return error_sum<INT, 2, WEIGHTED>;
+    if (norm == 3.0f) return error_sum<INT, 3, WEIGHTED>;
+    return error_sum<INT, 0, WEIGHTED>;
+}
+
+static ErrorSum error_sum_for(bool is_int, bool weighted, float norm) {
+    if (is_int) return weighted ? error_sum_for<true, true>(norm) : error_sum_for<true, false>(norm);
+    return weighted ? error_sum_for<false, true>(norm) : error_sum_for<false, false>(norm);
+}
+
+struct Searcher {
+    const SearchProblem& p;
+    Rounding rounding;
+    Power power;
+    ErrorSum sum_errors;
+    View weights;
+    Group group;
+    std::vector<float> factors, effective, zero_points, powers;
+    // Halving a power-of-two scale often changes no reconstructed value at all. Such a tie must stay
+    // one, though the power is only accurate to 1e-6.
+    const double margin;
+    std::vector<int> step;  // candidates that differ from the one before: where they stand
+    int distinct = 0;
+
+    explicit Searcher(const SearchProblem& problem)
+        : p(problem),
+          rounding(problem.format),
+          power(problem.norm),
+          sum_errors(error_sum_for(problem.format.is_int, problem.weights != nullptr, problem.norm)),
+          weights(weight_view(problem.values, problem.weights, problem.weight_stride)),
+          margin(problem.format.scale == ScaleType::e8m0 ? 1 - 2e-6 : 1) {
+        const size_t padded = (p.num_factors + LANES - 1) / LANES * LANES;
+        factors.assign(padded, 1.0f);
+        std::copy(p.factors, p.factors + p.num_factors, factors.begin());
+        effective.resize(padded);
+        zero_points.assign(padded, 0.0f);
+        powers.resize(padded);
+        step.resize(padded);
+    }
+
+    void select(int64_t g, int64_t begin, int64_t end) {
+        const float low = std::min(p.min_vals[g], 0.0f), high = std::max(p.max_vals[g], 0.0f);
+        group.fill(p.values, p.weights != nullptr ? &weights : nullptr, g, begin, end,
+                   std::max(-low, high));
+        make_candidates(low, high, factors.data(), int(factors.size()), p.format, effective.data(),
+                        zero_points.data());
+        distinct = 0;
+        for (int i = 0; i < p.num_factors; ++i) {
+            if (i > 0 && effective[i] == effective[i - 1] && zero_points[i] == zero_points[i - 1]) {
+                continue;
+            }
+            effective[distinct] = effective[i];
+            zero_points[distinct] = zero_points[i];
+            step[distinct++] = i;
+        }
+        // scale^norm, relative to the first candidate's
+        const float first = 1.0f / effective[0];
+        for (int i = 0; i < distinct; i += LANES) {
+            const vf ratio = load(effective.data() + i) * first;
+            const vf raised = p.norm == 1.0f ? ratio : p.norm == 2.0f ? ratio * ratio : power(ratio);
+            std::memcpy(powers.data() + i, &raised, sizeof raised);
+        }
+    }
+
+    double error(int i, double limit) {
+        const float inverse = group.unit == 1.0 ? 1.0f / effective[i]
+                                                : float(1.0 / (double(effective[i]) * group.unit));
+        return sum_errors(group.x.data(), group.w.data(), group.padded, rounding, inverse,
+                          zero_points[i], power, limit, CHECK_EVERY);
+    }
+
+    void write(int64_t g, int best) {
+        p.best_min[g] = p.min_vals[g] * p.factors[best];
+        p.best_max[g] = p.max_vals[g] * p.factors[best];
+    }
+
+    void search_whole(int64_t g) {
+        select(g, 0, p.values.group_size());
+        int best = 0;
+        double best_error = NO_LIMIT;
+        for (int i = 0; i < distinct; ++i) {
+            const double found = error(i, best_error / powers[i]) * powers[i];
+            if (found < best_error * margin) {
+                best_error = found;
+                best = step[i];
+                p.improved[best] = 1;  // racing threads all write 1
+            }
+        }
+        write(g, best);
+    }
+
+    // Errors of values [begin, end) for every candidate, into `out`.
+    void tile(int64_t g, int64_t begin, int64_t end, double* out) {
+        select(g, begin, end);
+        for (int i = 0; i < distinct; ++i) {
+            const double found = error(i, NO_LIMIT) * powers[i];
+            const int next = i + 1 < distinct ? step[i + 1] : p.num_factors;
+            std::fill(out + step[i], out + next, found);
+        }
+    }
+};
+
+static void search_in_tiles(const SearchProblem& p, int threads) {
+    const int64_t size = p.values.group_size(), count = p.num_factors;
+    const int64_t tiles = (size + WHOLE_GROUP - 1) / WHOLE_GROUP;
+    std::vector<double> parts(tiles * count);
+    for (int64_t g = 0; g < p.values.groups(); ++g) {
+        parallel_for(tiles, 4, threads, [&](int64_t begin, int64_t end) {
+            Searcher searcher(p);
+            for (int64_t t = begin; t < end; ++t) {
+                searcher.tile(g, t * WHOLE_GROUP, std::min(size, (t + 1) * WHOLE_GROUP),
+                              parts.data() + t * count);
+            }
+        });
+        int best = 0;
+        double best_error = NO_LIMIT;
+        for (int64_t i = 0; i < count; ++i) {
+            double total = 0;  // in the order of the tiles, whoever computed them
+            for (int64_t t = 0; t < tiles; ++t) total += parts[t * count + i];
+            if (total < best_error * (p.format.scale == ScaleType::e8m0 ? 1 - 2e-6 : 1)) {
+                best_error = total;
+                best = int(i);
+                p.improved[i] = 1;
+            }
+        }
+        Searcher(p).write(g, best);
+    }
+}
+
+static void search(const SearchProblem& problem, int threads) {
+    SearchProblem p = problem;
+    if (p.weights == nullptr) p.values = merged(p.values);
+    const int64_t size = p.values.group_size();
+    if (size > WHOLE_GROUP) return search_in_tiles(p, threads);
+    parallel_for(p.values.groups(), std::max<int64_t>(1, (1 << 16) / size), threads,
+                 [&](int64_t begin, int64_t end) {
+                     Searcher searcher(p);
+                     for (int64_t g = begin; g < end; ++g) searcher.search_whole(g);
+                 });
+}

@@ -1,0 +1,96 @@
+// Vectors of floats in the compiler's own notation: one source for every width.
+
+#define LANES (VECTOR_BYTES / 4)
+
+typedef float vf __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
+typedef int32_t vi __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
+
+static inline vf splat(float x) { return x - (vf){}; }
+static inline vf load(const float* p) { return *reinterpret_cast<const vf*>(p); }
+static inline vf vmin(vf a, vf b) { return a < b ? a : b; }
+static inline vf vmax(vf a, vf b) { return a > b ? a : b; }
+static inline vf vabs(vf a) { return (vf)((vi)a & 0x7fffffff); }
+
+// A product that must be rounded before it is used, and not melt into a multiply-add.
+static inline vf rounded(vf a) {
+#if defined(__x86_64__)
+    asm("" : "+x"(a));
+#elif defined(__aarch64__)
+    asm("" : "+w"(a));
+#endif
+    return a;
+}
+
+static inline float sum(vf a) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)a);
+#else
+    float part[LANES];
+    std::memcpy(part, &a, sizeof a);
+    for (int width = LANES / 2; width > 0; width /= 2) {
+        for (int i = 0; i < width; ++i) part[i] += part[i + width];
+    }
+    return part[0];
+#endif
+}
+
+// Nearest integer, ties to even, for |a| < 2^22.
+static inline vf round_int(vf a) {
+    const float magic = 12582912.0f;  // 1.5 * 2^23
+    return (a + magic) - magic;
+}
+
+// Nearest number with `mantissa` bits, subnormal below 2^min_exponent, ties to even. The magic
+// number is scaled to the value's own exponent, so that adding it drops the bits below the step.
+static inline vf round_float(vf a, float smallest_normal, float magic) {
+    const vf exponent = (vf)((vi)vmax(vabs(a), splat(smallest_normal)) & 0x7f800000);
+    const vf m = exponent * magic;
+    return (a + m) - m;
+}
+
+// a^power for a >= 0; zero stays (nearly) zero. Built once per power, since that goes into the
+// coefficients. The relative error is below 1e-6 and alternates, so that it averages out in a sum.
+struct Power {
+    float log2_c[8], power;
+
+    explicit Power(float p) : power(p) {
+        // log2(1 + t) / t for t in [sqrt(1/2) - 1, sqrt(2) - 1]
+        static constexpr double LOG2_C[8] = {1.442694902420044,   -0.721352756023407,
+                                             0.4809240400791168,  -0.36024197936058044,
+                                             0.28707560896873474, -0.24882180988788605,
+                                             0.2342098504304886,  -0.14620353281497955};
+        for (int i = 0; i < 8; ++i) log2_c[i] = float(LOG2_C[i] * p);
+    }
+
+    vf operator()(vf a) const {
+        const vi bits = (vi)vmax(a, splat(1e-30f));
+        const vi shifted = bits - 0x3f3504f3;  // mantissa into [sqrt(1/2), sqrt(2))
+        const vf exponent = __builtin_convertvector(shifted >> 23, vf);
+        const vf t = (vf)(bits - (shifted & (int32_t)0xff800000)) - 1.0f;
+        vf p = splat(log2_c[7]);
+        for (int i = 6; i >= 0; --i) p = p * t + log2_c[i];
+        return exp2(p * t + exponent * power);
+    }
+
+  private:
+    static vf exp2(vf x) {  // fraction in [-1/2, 1/2] through a polynomial
+        constexpr float C[6] = {1.0000001192092896f,   0.6931471824645996f,
+                                0.2402210682630539f,   0.05550327152013779f,
+                                0.009676037356257439f, 0.0013400432653725147f};
+#if defined(__AVX512F__)
+        const __m512 whole = _mm512_roundscale_ps((__m512)x, 0);
+        const vf fraction = x - (vf)whole;
+#else
+        x = vmax(x, splat(-126.0f));
+        const vf shifted = x + 12582912.0f;
+        const vf fraction = x - (shifted - 12582912.0f);
+#endif
+        vf q = splat(C[5]);
+        for (int i = 4; i >= 0; --i) q = q * fraction + C[i];
+#if defined(__AVX512F__)
+        return (vf)_mm512_scalef_ps((__m512)q, whole);
+#else
+        return (vf)((vi)q + ((vi)shifted << 23));
+#endif
+    }
+};

@@ -1,0 +1,151 @@
+"""Quantize a weight straight into the layout that the file holds.
+
+The bytes are those of compressed-tensors' own compressors. These divide in the weight's type: a
+bf16 weight over a bf16 scale is rounded to bf16 before it is rounded to a code, which misplaces
+values that lie near the middle of two codes. `exact=True` divides in fp32 instead, which never
+makes a code worse.
+
+=====================  =====================================  ==============================
+format                 stored                                  shape for a weight (out, in)
+=====================  =====================================  ==============================
+pack-quantized         ints of 2 to 8 bits, offset, dense      int32 (out, ceil(in * bits / 32))
+int-quantized          int8                                    int8 (out, in)
+float-quantized, MXFP8 E4M3                                    float8_e4m3fn (out, in)
+NVFP4, MXFP4           E2M1, the even column in the low half   uint8 (out, in / 2)
+=====================  =====================================  ==============================
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from steelyard.errors import StrategyError
+from steelyard.kernels import compiled
+from steelyard.kernels.backend import use_compiled
+from steelyard.kernels.rounding import quantized_range, round_to_type
+
+if TYPE_CHECKING:
+    from compressed_tensors.quantization import QuantizationArgs
+
+__all__ = ["quantize_and_pack"]
+
+_PACKED32, _BYTES, _NIBBLES = 0, 1, 2  # as in native/api.h
+
+
+def quantize_and_pack(
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    args: QuantizationArgs,
+    global_scale: torch.Tensor | None = None,
+    packed: bool = True,
+    exact: bool = False,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Return the stored form of a weight.
+
+    weight:     (out, in), fp32, fp16 or bf16
+    scale:      as `Observer.get_qparams` returns it
+    zero_point: likewise; one of zeros, where the type is symmetric, only turns -0.0 into 0.0
+    packed:     integers into int32 words; False stores one int8 each
+    """
+    if weight.ndim != 2:
+        raise StrategyError(f"a weight to pack has two dimensions, got {tuple(weight.shape)}")
+    rows, columns = weight.shape
+    if args.type == "float" and args.num_bits == 4:
+        zero_point = torch.zeros_like(scale)  # fp4 has none, but its zeros lose their sign
+    layout, shape, dtype = _storage(args, rows, columns, packed)
+    # what torch would divide in, given these tensors
+    quotient = torch.result_type(weight, scale) if global_scale is None else torch.float32
+    rounds = not exact and quotient in (torch.bfloat16, torch.float16)
+    block = _block(args, rows, columns)
+    if use_compiled(weight, backend) and (not rounds or quotient == weight.dtype):
+        out = torch.empty(shape, dtype=dtype)
+        raw = out.view(torch.uint8)
+        compiled.pack(weight, scale, zero_point, args, global_scale, block, layout, rounds, raw)
+        return out
+    codes = _quantize(weight, scale, zero_point, args, global_scale, block, rounds)
+    if layout == _BYTES:
+        return codes.to(dtype)
+    if layout == _NIBBLES:
+        return _pack_nibbles(codes)
+    return _pack_words(codes.to(torch.int32), args.num_bits)
+
+
+def _storage(
+    args: QuantizationArgs, rows: int, columns: int, packed: bool
+) -> tuple[int, tuple[int, int], torch.dtype]:
+    if args.type == "float" and args.num_bits == 8:
+        return _BYTES, (rows, columns), torch.float8_e4m3fn
+    if args.type == "float" and args.num_bits == 4:
+        if columns % 2:
+            raise StrategyError(f"fp4 stores two columns to a byte, so not {columns} of them")
+        return _NIBBLES, (rows, columns // 2), torch.uint8
+    if args.type == "int" and packed:
+        return _PACKED32, (rows, math.ceil(columns * args.num_bits / 32)), torch.int32
+    if args.type == "int":
+        return _BYTES, (rows, columns), torch.int8
+    raise StrategyError(f"there is no packed form of {args.num_bits}-bit floats here")
+
+
+def _block(args: QuantizationArgs, rows: int, columns: int) -> tuple[int, int]:
+    """Return how many rows and columns share one scale."""
+    if args.strategy == "tensor":
+        return rows, columns
+    if args.strategy == "channel":
+        return 1, columns
+    if args.strategy == "block":
+        height, width = args.block_structure
+        return height, width
+    if args.strategy in ("group", "tensor_group"):
+        return 1, args.group_size
+    raise StrategyError(f"strategy {args.strategy!r} has no stored weight")
+
+
+def _quantize(
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    args: QuantizationArgs,
+    global_scale: torch.Tensor | None,
+    block: tuple[int, int],
+    rounds: bool,
+) -> torch.Tensor:
+    """Return codes as floats, (out, in)."""
+    rows, columns = weight.shape
+
+    def spread(t: torch.Tensor) -> torch.Tensor:  # one value per weight
+        grid = t.reshape(math.ceil(rows / block[0]), math.ceil(columns / block[1]))
+        wide = grid.repeat_interleave(block[0], 0)[:rows]
+        return wide.repeat_interleave(block[1], 1)[:, :columns]
+
+    dtype = weight.dtype if rounds else torch.float32
+    effective = scale.to(dtype) if global_scale is None else scale.float() / global_scale
+    scaled = weight.to(dtype) / spread(effective)
+    if zero_point is not None:
+        scaled = scaled + spread(zero_point.to(dtype))
+    low, high = quantized_range(args)
+    rounded = round_to_type(scaled.clamp(low, high).float(), args)
+    return torch.copysign(rounded, scaled.float()) if args.type == "float" else rounded
+
+
+def _pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device=codes.device)
+    index = torch.searchsorted(values, codes.abs()).to(torch.uint8)
+    index = index | (torch.signbit(codes).to(torch.uint8) << 3)
+    return index[:, ::2] | (index[:, 1::2] << 4)
+
+
+def _pack_words(codes: torch.Tensor, num_bits: int) -> torch.Tensor:
+    """Lay values of `num_bits` bits one behind the other, low first, into int32 words."""
+    rows, columns = codes.shape
+    words = math.ceil(columns * num_bits / 32)
+    unsigned = codes + (1 << (num_bits - 1))
+    bits = (unsigned.unsqueeze(-1) >> torch.arange(num_bits, device=codes.device)) & 1
+    flat = torch.nn.functional.pad(bits.reshape(rows, -1), (0, words * 32 - columns * num_bits))
+    places = torch.arange(32, device=codes.device, dtype=torch.int64)
+    total = (flat.reshape(rows, words, 32).to(torch.int64) << places).sum(-1)
+    return total.to(torch.int32)  # wraps: the top bit is the sign

@@ -1,0 +1,20 @@
+"""Sum of squares per column: the raw material of importance."""
+
+from __future__ import annotations
+
+import torch
+
+from steelyard.kernels import compiled
+from steelyard.kernels.backend import use_compiled
+
+__all__ = ["sum_of_squares"]
+
+
+def sum_of_squares(x: torch.Tensor, backend: str | None = None) -> torch.Tensor:
+    """Return the sum of x^2 over all but the last dimension, fp32.
+
+    x: (..., columns), any floating type
+    """
+    if use_compiled(x, backend):
+        return compiled.sum_of_squares(x)
+    return x.detach().reshape(-1, x.shape[-1]).float().square().sum(dim=0)

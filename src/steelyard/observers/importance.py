@@ -1,0 +1,198 @@
+"""Importance: what each input channel carries, E[x^2], gathered during calibration.
+
+A forward-pre hook sums the squares of a Linear's input. The raw sum and token count lie on the
+observer and on the module, so that a gathering pass (attach, run, detach) can leave them there
+for the observer of a second pass to pick up.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, ClassVar
+
+import torch
+from torch import distributed as dist
+
+from steelyard.errors import ImportanceError, ImportanceWarning
+from steelyard.kernels.squares import sum_of_squares
+from steelyard.observers.base import Observer
+from steelyard.observers.helpers import flatten_for_calibration, view_blocks
+
+__all__ = ["ImportanceObserver"]
+
+IMATRIX_PRECISION = torch.float32
+
+
+class ImportanceObserver(Observer):
+    """Base of weight observers that weigh the error of each column by E[x^2] of its input."""
+
+    needs_importance: ClassVar[bool] = True
+    """Whether going without importance is worth a warning."""
+
+    _act_sync_dict: ClassVar = {
+        "_imatrix_sum": dist.ReduceOp.SUM,
+        "_imatrix_count": dist.ReduceOp.SUM,
+    }
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)
+        self.strict: bool = self.options.strict
+        self._imatrix_sum: torch.Tensor | None = None
+        self._imatrix_count: torch.Tensor = torch.tensor(0, dtype=torch.int64)
+        self.fallback_reason: str | None = None
+
+    # -- gathering --------------------------------------------------------------------------
+
+    def attach(self, module: torch.nn.Module) -> None:
+        """Take over what an earlier pass left on the module, or start to gather.
+
+        Modules without `in_features` have no input channels to weigh and are left alone.
+        """
+        state = module.__dict__
+        if "_imatrix_sum" in state:
+            _remove_hook(module)
+            self._imatrix_sum = state.pop("_imatrix_sum")
+            self._imatrix_count = state.pop("_imatrix_count")
+            return
+        in_features = getattr(module, "in_features", None)
+        if in_features is None:
+            return
+        self._imatrix_sum = torch.zeros(in_features, dtype=IMATRIX_PRECISION)
+        self._imatrix_count = torch.tensor(0, dtype=torch.int64)
+        self._share_with(module)
+        state["_imatrix_hook"] = module.register_forward_pre_hook(self._gather)
+
+    def detach(self, module: torch.nn.Module) -> None:
+        """Stop gathering; sum and count stay on the module for the next observer."""
+        if _remove_hook(module):
+            self._share_with(module)
+
+    @torch.no_grad()
+    def _gather(self, module: torch.nn.Module, args: Any) -> None:
+        x = args[0] if isinstance(args, tuple) and args else args
+        x = x[0] if isinstance(x, tuple) and x else x
+        if not isinstance(x, torch.Tensor) or x.numel() == 0:
+            return
+        if self._imatrix_sum is None:  # reset while gathering
+            self._imatrix_sum = torch.zeros(x.shape[-1], dtype=IMATRIX_PRECISION)
+        if self._imatrix_sum.device != x.device:
+            self._imatrix_sum = self._imatrix_sum.to(x.device)
+            self._imatrix_count = self._imatrix_count.to(x.device)
+        self._imatrix_sum += sum_of_squares(x)
+        self._imatrix_count += x.numel() // x.shape[-1]
+        self._share_with(module)  # a reset, a file or another device may have replaced them
+
+    def _share_with(self, module: torch.nn.Module) -> None:
+        if self._imatrix_sum is None:
+            module.__dict__.pop("_imatrix_sum", None)
+            module.__dict__.pop("_imatrix_count", None)
+            return
+        module.__dict__["_imatrix_sum"] = self._imatrix_sum
+        module.__dict__["_imatrix_count"] = self._imatrix_count
+
+    # -- weighing ---------------------------------------------------------------------------
+
+    def importance_for(self, observed: torch.Tensor) -> torch.Tensor | None:
+        """Return E[x^2] per column over its mean, shaped to broadcast to the observed weight.
+
+        observed: (1, *qparam_shape, group_size), or blocks (1, rows, columns, h, w)
+        """
+        problem = self._problem(observed)
+        self.fallback_reason = problem
+        if problem is not None:
+            self._go_without(problem)
+            return None
+        importance = self._importance().to(observed.device)
+        importance = importance / importance.mean()
+        if self._column_order is not None:
+            importance = importance[self._column_order]
+        if self.group_dims(observed) == 2:
+            width = self.args.block_structure[1]
+            row = view_blocks(importance.unsqueeze(0), self._with_rows(1))
+            return row.reshape(1, 1, -1, 1, width)  # the same for every row of every block
+        rows = 1  # broadcasts over the rows of the weight, but a block or a tensor spans them
+        if self.args.strategy in ("block", "tensor") and self.observed_shape is not None:
+            rows = self.observed_shape[:-1].numel()
+        return flatten_for_calibration(importance.expand(rows, -1), "weight", self.args)
+
+    def _with_rows(self, rows: int) -> Any:
+        block = [rows, self.args.block_structure[1]]
+        return self.args.model_copy(update={"block_structure": block})
+
+    def _go_without(self, problem: str) -> None:
+        remedy = "gather importance over calibration data first"
+        if self.strict:
+            raise ImportanceError(f"{self.label}: {problem}; {remedy}, or set strict=False")
+        if self._imatrix_sum is None and not self.needs_importance:
+            return
+        warnings.warn(
+            f"{self.label}: {problem}, so every column weighs alike; {remedy}, "
+            "or set strict=True to make this an error",
+            ImportanceWarning,
+            stacklevel=2,
+        )
+
+    def _importance(self) -> torch.Tensor:
+        assert self._imatrix_sum is not None
+        return self._imatrix_sum / self._imatrix_count.to(self._imatrix_sum)
+
+    def _problem(self, observed: torch.Tensor) -> str | None:
+        """Return why importance cannot be used, or None if it can."""
+        if self.base_name != "weight":
+            return "importance weighs the columns of a weight, not an activation"
+        if self._imatrix_sum is None or int(self._imatrix_count) == 0:
+            return "importance is missing"
+        importance = self._importance()
+        if not bool(torch.isfinite(importance).all()):
+            return f"importance has {int((~torch.isfinite(importance)).sum())} non-finite values"
+        if bool((importance < 0).any()):
+            return f"importance has {int((importance < 0).sum())} negative values"
+        if not bool((importance > 0).any()):
+            return "importance is all zero"
+        columns = self._columns(observed)
+        if importance.numel() != columns:
+            return f"importance has size {importance.numel()}, but the weight has {columns} columns"
+        return None
+
+    def _columns(self, observed: torch.Tensor) -> int:
+        if self.observed_shape is not None:
+            return self.observed_shape[-1]
+        return observed.shape[-2] * observed.shape[-1]  # channel or group, flattened
+
+    # -- statistics -------------------------------------------------------------------------
+
+    def get_statistics(self) -> dict[str, torch.Tensor]:
+        statistics = super().get_statistics()
+        if self._imatrix_sum is None:
+            del statistics["_imatrix_count"]
+        return statistics
+
+    def merge(self, other: Observer) -> ImportanceObserver:
+        """Add the other's importance; a range found without it is dropped, so observe again."""
+        super().merge(other)
+        self._drop_range()
+        return self
+
+    def sync_activation_stats(self) -> list[dist.Work]:
+        """Add the importance of all ranks; a range found without it is dropped."""
+        works = super().sync_activation_stats()
+        if works:
+            self._drop_range()
+        return works
+
+    def _drop_range(self) -> None:
+        for name in self._statistics:
+            self.__dict__.pop(name, None)
+
+    def reset(self) -> None:
+        super().reset()
+        self._imatrix_sum = None
+        self._imatrix_count = torch.tensor(0, dtype=torch.int64)
+        self.fallback_reason = None
+
+
+def _remove_hook(module: torch.nn.Module) -> bool:
+    hook = module.__dict__.pop("_imatrix_hook", None)
+    if hook is not None:
+        hook.remove()
+    return hook is not None

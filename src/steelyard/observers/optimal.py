@@ -1,0 +1,82 @@
+"""The best scale that can be stored, found exactly; kernels/optimal.py says why it is the best."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from pydantic import Field
+
+from steelyard.kernels.optimal import optimal_qparams
+from steelyard.kernels.qparams import scale_dtype_of
+from steelyard.observers.base import Observer, reads_blocks
+from steelyard.observers.importance import ImportanceObserver
+from steelyard.observers.options import ObserverOptions
+from steelyard.observers.search import KeepsWeight
+
+__all__ = ["OptimalObserver", "OptimalOptions"]
+
+
+class OptimalOptions(ObserverOptions):
+    """Options of the exact search."""
+
+    negative_scales: bool = Field(
+        default=False,
+        description="let symmetric integer scales be negative, so that the code without a "
+        "positive twin serves whichever side needs it",
+    )
+    strict: bool = Field(
+        default=False, description="make unusable importance an error, not a uniform search"
+    )
+
+
+@Observer.register("optimal")
+class OptimalObserver(ImportanceObserver, KeepsWeight):
+    """The stored scale with the least squared error of all, weighed by E[x^2] where it is known."""
+
+    Options = OptimalOptions
+    needs_importance: ClassVar[bool] = False
+
+    _statistics: ClassVar[tuple[str, ...]] = (
+        "min_vals",
+        "max_vals",
+        "absmax",
+        "best_scale",
+        "best_zero_point",
+    )
+
+    best_scale: torch.Tensor
+    best_zero_point: torch.Tensor
+
+    @reads_blocks
+    def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
+        absmax = self.own_absmax(observed)
+        importance = self.importance_for(observed)
+        global_scale = self.own_global_scale(absmax)
+        self.best_scale, self.best_zero_point = self.search(observed, global_scale, importance)
+        self.min_vals, self.max_vals = self.range_of(observed)
+        self.absmax = absmax
+        self.keep(observed, importance)
+
+    def search(
+        self,
+        observed: torch.Tensor,
+        global_scale: torch.Tensor | None,
+        importance: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return optimal_qparams(
+            observed,
+            self.args,
+            scale_dtype_of(self.args, self.observed_dtype or observed.dtype),
+            importance,
+            global_scale,
+            self.range_of(observed),
+            self.options.negative_scales,
+            self.group_dims(observed),
+        )
+
+    def compute_qparams(
+        self, global_scale: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        again = self.searched_again(global_scale)
+        return (self.best_scale, self.best_zero_point) if again is None else again

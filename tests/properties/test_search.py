@@ -1,0 +1,150 @@
+"""A search is never worse than min-max by its own objective, judged by NumPy as stored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy_oracle as oracle
+import pytest
+import torch
+from compressed_tensors.quantization import QuantizationArgs, preset_name_to_scheme
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from steelyard.observers import Observer
+from steelyard.observers.helpers import flatten_for_calibration
+
+ROWS, COLUMNS = 4, 32
+NUMBERS = st.one_of(
+    st.floats(-4, 4, width=16),
+    st.floats(-60000, 60000, width=16),  # an outlier
+    st.sampled_from([0.0, 1.0, -1.0, 2.0**-14]),
+)
+MATRICES = arrays(np.float32, (ROWS, COLUMNS), elements=NUMBERS, fill=st.floats(-1, 1, width=16))
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+
+
+def _args(bits: int, kind: str, symmetric: bool, strategy: str) -> QuantizationArgs:
+    shape: dict[str, Any] = {"group": {"group_size": 16}, "block": {"block_structure": [2, 8]}}
+    return QuantizationArgs(
+        num_bits=bits,
+        type=kind,
+        symmetric=symmetric,
+        strategy=strategy,
+        **shape.get(strategy, {}),
+    )
+
+
+FORMATS = {
+    "int2_channel": _args(2, "int", True, "channel"),
+    "int3_asym_group": _args(3, "int", False, "group"),
+    "int4_group": _args(4, "int", True, "group"),
+    "int4_asym_channel": _args(4, "int", False, "channel"),
+    "int8_tensor": _args(8, "int", True, "tensor"),
+    "int8_asym_block": _args(8, "int", False, "block"),
+    "fp8_block": _args(8, "float", True, "block"),
+    "fp8_channel": _args(8, "float", True, "channel"),
+    **{
+        name: preset_name_to_scheme(name, ["Linear"]).weights
+        for name in ("NVFP4", "MXFP4", "MXFP8")
+    },
+}
+every_format = pytest.mark.parametrize("args", FORMATS.values(), ids=FORMATS)
+
+
+def objective(
+    value: torch.Tensor, qparams: Any, args: QuantizationArgs, norm: float, importance: Any = None
+) -> np.ndarray:
+    """Return the error of each group under parameters as they are stored."""
+    flat = flatten_for_calibration(value, "weight", args).double().numpy()
+    weights: Any = 1.0
+    if importance is not None:
+        rows = torch.from_numpy(importance).expand(ROWS, -1)
+        weights = flatten_for_calibration(rows, "weight", args).double().numpy()
+    global_scale = None if qparams["global_scale"] is None else qparams["global_scale"].item()
+    scale = oracle.effective_scale(qparams["scale"].double().numpy(), global_scale)
+    return oracle.error_of(flat, scale, qparams["zero_point"].double().numpy(), args, norm, weights)
+
+
+def assert_not_worse(ours: np.ndarray, theirs: np.ndarray) -> None:
+    worse = ours > theirs * (1 + 1e-5)
+    assert not worse.any(), f"{ours[worse]} is worse than {theirs[worse]}"
+
+
+def qparams_of(name: str, value: torch.Tensor, args: QuantizationArgs, **options: Any):
+    observer = Observer.load_from_registry(name, base_name="weight", args=args, **options)
+    return observer(value).get_qparams()
+
+
+@every_format
+@settings(max_examples=20)
+@given(matrix=MATRICES, dtype=DTYPES, norm=st.sampled_from([1.0, 2.0, 2.4, 4.0]))
+def test_memoryless_mse_is_not_worse(args, matrix, dtype, norm) -> None:
+    value = torch.from_numpy(matrix).to(dtype)
+    plain = qparams_of("memoryless_minmax", value, args)
+    for patience in (0, 5):
+        found = qparams_of(
+            "memoryless_mse", value, args, norm=norm, grid=20, maxshrink=0.8, patience=patience
+        )
+        assert_not_worse(objective(value, found, args, norm), objective(value, plain, args, norm))
+
+
+@every_format
+@settings(max_examples=20)
+@given(
+    matrix=MATRICES,
+    dtype=DTYPES,
+    activations=arrays(np.float32, (3, COLUMNS), elements=st.floats(-8, 8, width=16)),
+)
+def test_imatrix_mse_is_not_worse(args, matrix, dtype, activations) -> None:
+    activations = activations.copy()
+    activations[0, 0] = 1  # importance must not be all zero
+    value = torch.from_numpy(matrix).to(dtype)
+    observer = Observer.load_from_registry("imatrix_mse", base_name="weight", args=args)
+    module = torch.nn.Linear(COLUMNS, 1, bias=False)
+    observer.attach(module)
+    module(torch.from_numpy(activations))
+    found = observer(value).get_qparams()
+    importance = (activations.astype(np.float64) ** 2).mean(axis=0)
+    importance /= importance.mean()
+    plain = qparams_of("memoryless_minmax", value, args)
+    assert_not_worse(
+        objective(value, found, args, 3.0, importance),
+        objective(value, plain, args, 3.0, importance),
+    )
+
+
+@every_format
+def test_importance_is_worth_having(args) -> None:
+    """By the weighed objective, a search that knows the weights beats one that does not."""
+    generator = torch.Generator().manual_seed(1)
+    activations = torch.randn(16, COLUMNS, generator=generator) * 10 ** torch.linspace(
+        -2, 2, COLUMNS
+    )
+    value = torch.randn(ROWS, COLUMNS, generator=generator)
+    importance = activations.square().mean(0)
+    importance = (importance / importance.mean()).numpy()
+    observer = Observer.load_from_registry("imatrix_mse", base_name="weight", args=args, patience=0)
+    module = torch.nn.Linear(COLUMNS, 1, bias=False)
+    observer.attach(module)
+    module(activations)
+    weighed = objective(value, observer(value).get_qparams(), args, 3.0, importance)
+    same = {"maxshrink": 0.95, "grid": 20, "norm": 3.0, "patience": 0}
+    plain = qparams_of("memoryless_mse", value, args, **same)
+    unweighed = objective(value, plain, args, 3.0, importance)
+    assert_not_worse(weighed, unweighed)
+    if args.num_bits <= 4 and args.scale_dtype is None:
+        assert weighed.sum() < unweighed.sum() * 0.99
+
+
+@pytest.mark.parametrize("name", ["int4_group", "int3_asym_group", "NVFP4", "int2_channel"])
+def test_the_search_gains_something(name: str) -> None:
+    """Never worse would also hold for a search that does nothing."""
+    args = FORMATS[name]
+    value = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(0))
+    found = qparams_of("memoryless_mse", value, args, maxshrink=0.5, patience=0)
+    plain = qparams_of("memoryless_minmax", value, args)
+    gain = objective(value, plain, args, 2.4).sum() / objective(value, found, args, 2.4).sum()
+    assert gain > 1.05
