@@ -6,6 +6,7 @@ WORKERS ?= 2
 
 VENV := .venv
 OLDEST := .venv-oldest
+BENCH := .venv-bench
 NATIVE := $(wildcard src/steelyard/kernels/native/*)
 
 # An editable install remembers which folders were packages, so their list is part of the name of
@@ -40,16 +41,12 @@ check: $(READY)  ## lint, formatting and types
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
 
-ifneq ($(wildcard benchmarks/run.py),)
-bench: $(READY)  ## measure the kernels
-	$(VENV)/bin/python benchmarks/run.py
-else
-bench:
-	@echo "There are no benchmarks yet: they come with the compiled kernels."
-endif
+bench: $(BENCH)/.installed  ## measure the kernels beside llm-compressor, and render the tables
+	$(BENCH)/bin/python benchmarks/speed.py
+	$(BENCH)/bin/python benchmarks/render.py
 
 clean:  ## remove environments, builds and caches
-	rm -rf $(VENV) $(OLDEST) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) $(BENCH) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 $(READY): constraints.txt
@@ -59,4 +56,10 @@ $(READY) $(READY_OLDEST): pyproject.toml CMakeLists.txt $(NATIVE)
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install -q -c $(filter constraints%,$^) -e '.[dev]'
 	rm -f $(@D)/.installed-*
+	touch $@
+
+# The peer brings its own compressed-tensors, so it has an environment of its own.
+$(BENCH)/.installed: pyproject.toml CMakeLists.txt $(NATIVE) benchmarks/requirements.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install -q -r benchmarks/requirements.txt -e .
 	touch $@

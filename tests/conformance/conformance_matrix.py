@@ -37,7 +37,7 @@ OBSERVERS = [
 IMPORTANCE_OBSERVERS = [
     name
     for name in OBSERVERS
-    if issubclass(Observer.get_value_from_registry(name), IMatrixMSEObserver)
+    if "_imatrix_sum" in Observer.get_value_from_registry(name)._act_sync_dict
 ]
 PAIRS = [(base, strategy) for base, strategies in STRATEGIES.items() for strategy in strategies]
 ONE_OF_EACH_KIND = [(base, s) for base, s in PAIRS if base in ("weight", "input", "q")]

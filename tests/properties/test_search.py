@@ -78,6 +78,14 @@ def qparams_of(name: str, value: torch.Tensor, args: QuantizationArgs, **options
     return observer(value).get_qparams()
 
 
+def gather(observer: Observer, activations: np.ndarray) -> None:
+    """Let an observer see the inputs of its layer."""
+    module = torch.nn.Linear(COLUMNS, 1, bias=False)
+    observer.attach(module)
+    module(torch.from_numpy(activations))
+    observer.detach(module)
+
+
 @every_format
 @settings(max_examples=20)
 @given(matrix=MATRICES, dtype=DTYPES, norm=st.sampled_from([1.0, 2.0, 2.4, 4.0]))
@@ -103,9 +111,7 @@ def test_imatrix_mse_is_not_worse(args, matrix, dtype, activations) -> None:
     activations[0, 0] = 1  # importance must not be all zero
     value = torch.from_numpy(matrix).to(dtype)
     observer = Observer.load_from_registry("imatrix_mse", base_name="weight", args=args)
-    module = torch.nn.Linear(COLUMNS, 1, bias=False)
-    observer.attach(module)
-    module(torch.from_numpy(activations))
+    gather(observer, activations)
     found = observer(value).get_qparams()
     importance = (activations.astype(np.float64) ** 2).mean(axis=0)
     importance /= importance.mean()
@@ -114,6 +120,33 @@ def test_imatrix_mse_is_not_worse(args, matrix, dtype, activations) -> None:
         objective(value, found, args, 3.0, importance),
         objective(value, plain, args, 3.0, importance),
     )
+
+
+@every_format
+@settings(max_examples=20)
+@given(
+    matrix=MATRICES,
+    dtype=DTYPES,
+    activations=arrays(np.float32, (3, COLUMNS), elements=st.floats(-8, 8, width=16)),
+    weighed=st.booleans(),
+)
+def test_optimal_is_not_worse_than_either(args, matrix, dtype, activations, weighed) -> None:
+    """By the squared error that it minimises, no grid finds a better scale."""
+    activations = activations.copy()
+    activations[0, 0] = 1
+    value = torch.from_numpy(matrix).to(dtype)
+    observer = Observer.load_from_registry("optimal", base_name="weight", args=args)
+    importance = None
+    if weighed:
+        gather(observer, activations)
+        importance = (activations.astype(np.float64) ** 2).mean(axis=0)
+        importance /= importance.mean()
+    found = objective(value, observer(value).get_qparams(), args, 2.0, importance)
+    plain = qparams_of("memoryless_minmax", value, args)
+    assert_not_worse(found, objective(value, plain, args, 2.0, importance))
+    if not weighed:
+        searched = qparams_of("memoryless_mse", value, args, norm=2.0, patience=0)
+        assert_not_worse(found, objective(value, searched, args, 2.0))
 
 
 @every_format
@@ -127,9 +160,7 @@ def test_importance_is_worth_having(args) -> None:
     importance = activations.square().mean(0)
     importance = (importance / importance.mean()).numpy()
     observer = Observer.load_from_registry("imatrix_mse", base_name="weight", args=args, patience=0)
-    module = torch.nn.Linear(COLUMNS, 1, bias=False)
-    observer.attach(module)
-    module(activations)
+    gather(observer, activations.numpy())
     weighed = objective(value, observer(value).get_qparams(), args, 3.0, importance)
     same = {"maxshrink": 0.95, "grid": 20, "norm": 3.0, "patience": 0}
     plain = qparams_of("memoryless_mse", value, args, **same)

@@ -18,9 +18,10 @@ from compressed_tensors.quantization import QuantizationArgs
 from torch import distributed as dist
 
 from steelyard.errors import FusionError, NonFiniteError, NoStatisticsError, StrategyError
-from steelyard.kernels.qparams import global_scale_of, is_mx, qparams_from_range, scale_dtype_of
+from steelyard.kernels.qparams import global_scale_of, qparams_from_range, scale_dtype_of
 from steelyard.kernels.range import range_of
 from steelyard.observers import statistics
+from steelyard.observers.checks import check_dtype, check_type, describe_non_finite
 from steelyard.observers.fusion import disagreement
 from steelyard.observers.helpers import (
     check_strategy,
@@ -106,7 +107,7 @@ class Observer(InternalModule):  # type: ignore[misc]  # compressed-tensors is u
         self.base_name = base_name
         self.args: QuantizationArgs = given.model_copy(update={"observer_kwargs": options})
         check_strategy(base_name, self.args)
-        _check_type(self.args)
+        check_type(self.args)
         self.options: Any = (
             None
             if self.Options is None
@@ -152,7 +153,7 @@ class Observer(InternalModule):  # type: ignore[misc]  # compressed-tensors is u
         """
         if observed.numel() == 0:
             return self
-        _check_dtype(observed, self.label)
+        check_dtype(observed, self.label)
         order = None
         if g_idx is not None:
             order = group_order(g_idx, observed.shape[-1], self.base_name, self.args)
@@ -205,7 +206,7 @@ class Observer(InternalModule):  # type: ignore[misc]  # compressed-tensors is u
         low, high = range_of(observed, self.group_dims(observed))
         if not bool(torch.isfinite(low).all() & torch.isfinite(high).all()):
             value = observed if source is None else source
-            raise NonFiniteError(_describe_non_finite(value, self.label))
+            raise NonFiniteError(describe_non_finite(value, self.label))
         return low, high
 
     def group_dims(self, observed: torch.Tensor) -> int:
@@ -386,45 +387,3 @@ class Observer(InternalModule):  # type: ignore[misc]  # compressed-tensors is u
                 f"{self.label} has parameters of shape {expected}, but this value needs {got}: "
                 "one observer observes one thing; reset() it, or use a memoryless one"
             )
-
-
-def _check_type(args: QuantizationArgs) -> None:
-    """Refuse what the stored formats cannot hold, before anything is observed."""
-    if args.type == "int" and not 2 <= args.num_bits <= 8:
-        raise StrategyError(f"integers of 2 to 8 bits can be quantized to, not {args.num_bits}")
-    if args.type == "float":
-        from steelyard.kernels.rounding import quantized_range
-
-        try:
-            quantized_range(args)
-        except NotImplementedError:
-            raise StrategyError(
-                f"floats of 4 and 8 bits can be quantized to, not {args.num_bits}"
-            ) from None
-        if not args.symmetric and (args.num_bits != 8 or is_mx(args)):
-            raise StrategyError(
-                f"a {args.num_bits}-bit float has no zero point here: set symmetric=True"
-            )
-    in_groups = args.strategy == "group" and args.group_size == 32
-    if args.scale_dtype == torch.uint8 and not (is_mx(args) and in_groups):
-        raise StrategyError(
-            "scale_dtype uint8 means power-of-two scales, which belong to floats with strategy "
-            "'group' and group_size 32"
-        )
-
-
-def _check_dtype(observed: torch.Tensor, label: str) -> None:
-    if observed.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        raise StrategyError(
-            f"{label}: cannot observe {observed.dtype}; dequantize it to bf16, fp16 or fp32 first"
-        )
-
-
-def _describe_non_finite(observed: torch.Tensor, label: str) -> str:
-    nans = int(torch.isnan(observed).sum())
-    infinities = int(torch.isinf(observed).sum())
-    kinds = [f"{nans} NaN"] * bool(nans) + [f"{infinities} infinite"] * bool(infinities)
-    return (
-        f"{label} holds {' and '.join(kinds)} of {observed.numel()} values: repair the source "
-        "(an overflow in fp16, or a damaged file, is the usual cause)"
-    )

@@ -79,4 +79,6 @@ class OptimalObserver(ImportanceObserver, KeepsWeight):
         self, global_scale: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         again = self.searched_again(global_scale)
-        return (self.best_scale, self.best_zero_point) if again is None else again
+        if again is not None:
+            return again
+        return self.best_scale.clone(), self.best_zero_point.clone()

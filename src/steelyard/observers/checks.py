@@ -1,0 +1,56 @@
+"""What an observer refuses: types that no format stores, tensors that hold no usable values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from steelyard.errors import StrategyError
+from steelyard.kernels.qparams import is_mx
+from steelyard.kernels.rounding import quantized_range
+
+if TYPE_CHECKING:
+    from compressed_tensors.quantization import QuantizationArgs
+
+__all__ = ["check_dtype", "check_type", "describe_non_finite"]
+
+
+def check_type(args: QuantizationArgs) -> None:
+    """Refuse what the stored formats cannot hold, before anything is observed."""
+    if args.type == "int" and not 2 <= args.num_bits <= 8:
+        raise StrategyError(f"integers of 2 to 8 bits can be quantized to, not {args.num_bits}")
+    if args.type == "float":
+        try:
+            quantized_range(args)
+        except NotImplementedError:
+            raise StrategyError(
+                f"floats of 4 and 8 bits can be quantized to, not {args.num_bits}"
+            ) from None
+        if not args.symmetric and (args.num_bits != 8 or is_mx(args)):
+            raise StrategyError(
+                f"a {args.num_bits}-bit float has no zero point here: set symmetric=True"
+            )
+    in_groups = args.strategy == "group" and args.group_size == 32
+    if args.scale_dtype == torch.uint8 and not (is_mx(args) and in_groups):
+        raise StrategyError(
+            "scale_dtype uint8 means power-of-two scales, which belong to floats with strategy "
+            "'group' and group_size 32"
+        )
+
+
+def check_dtype(observed: torch.Tensor, label: str) -> None:
+    if observed.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise StrategyError(
+            f"{label}: cannot observe {observed.dtype}; dequantize it to bf16, fp16 or fp32 first"
+        )
+
+
+def describe_non_finite(observed: torch.Tensor, label: str) -> str:
+    nans = int(torch.isnan(observed).sum())
+    infinities = int(torch.isinf(observed).sum())
+    kinds = [f"{nans} NaN"] * bool(nans) + [f"{infinities} infinite"] * bool(infinities)
+    return (
+        f"{label} holds {' and '.join(kinds)} of {observed.numel()} values: repair the source "
+        "(an overflow in fp16, or a damaged file, is the usual cause)"
+    )
