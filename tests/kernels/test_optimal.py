@@ -14,8 +14,8 @@ GROUP = 8
 FP8_GRID = torch.arange(0, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).double().numpy()
 FP4_GRID = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 SCHEMES = [
-    "W2A16",
-    "W3A16",
+    "int2",
+    "int3",
     "W4A16",
     "W4A16_ASYM",
     "W8A16",
@@ -56,7 +56,10 @@ def errors(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_no_code_is_better(scheme: str, dtype: torch.dtype, weighed: bool, backend: str) -> None:
-    args = preset_name_to_scheme(scheme, ["Linear"]).weights
+    if scheme.startswith("int"):
+        args = QuantizationArgs(num_bits=int(scheme[3:]), strategy="group", group_size=GROUP)
+    else:
+        args = preset_name_to_scheme(scheme, ["Linear"]).weights
     if backend == "reference" and not args.symmetric and dtype == torch.float16:
         pytest.skip("a minute of small steps; the compiled search is tried on fp16 as well")
     if args.scale_dtype is None and args.strategy == "group":

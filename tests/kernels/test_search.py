@@ -465,3 +465,9 @@ def test_range_is_never_shrunk_to_nothing() -> None:
 def test_no_candidate_is_an_error(maxshrink: float, grid: float) -> None:
     with pytest.raises(ValueError, match=rf"maxshrink={maxshrink} with grid={grid} .*no candidate"):
         shrink_factors(maxshrink, grid)
+
+
+def test_range_that_shrinks_to_nothing_is_no_candidate() -> None:
+    with pytest.raises(ValueError, match="leaves no candidate"):
+        shrink_factors(1.0, 1)
+    assert shrink_factors(1.0, 2) == [1.0, 0.5]

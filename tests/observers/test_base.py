@@ -603,3 +603,13 @@ def test_observing_needs_no_gradient() -> None:
     scale, _ = MovingAverageMSEObserver("weight", INT4_GROUP)(weight)
     assert not scale.requires_grad
     assert not any(v.requires_grad for v in MinMaxObserver(INT8)(weight).get_statistics().values())
+
+
+def test_single_number_is_refused() -> None:
+    with pytest.raises(StrategyError, match="single number"):
+        StaticMinMaxObserver("input", INT8)(torch.tensor(1.0))
+
+
+def test_integer_scales_are_refused() -> None:
+    with pytest.raises(StrategyError, match=r"torch\.int8"):
+        StaticMinMaxObserver("input", QuantizationArgs(num_bits=8, scale_dtype=torch.int8))

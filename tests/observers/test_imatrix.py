@@ -536,3 +536,18 @@ def test_reset_forgets_importance() -> None:
     assert observer.get_statistics() == {}
     with pytest.raises(ImportanceError, match="importance is missing"):
         observer(seeded(4, COLUMNS))
+
+
+def test_attaching_in_inference_mode_gathers_outside_of_it() -> None:
+    module = torch.nn.Linear(8, 4)
+    observer = Observer.load_from_registry(
+        "imatrix_mse", base_name="weight", args=QuantizationArgs(num_bits=4, strategy="channel")
+    )
+    with torch.inference_mode():
+        observer.attach(module)
+    module(torch.ones(3, 8))
+    with torch.inference_mode():
+        module(torch.ones(2, 8))
+    observer.detach(module)
+    assert_close(module._imatrix_sum, torch.full((8,), 5.0))
+    assert int(module._imatrix_count) == 5

@@ -37,13 +37,13 @@ def shrink_factors(maxshrink: float, grid: float) -> list[float]:
     [1.0, 0.9, 0.8]
     """
     steps = int(maxshrink * grid + 1e-6)  # 0.29 * 100 is 28.999...
-    if steps < 1:
+    factors = [p for p in (1 - i / grid for i in range(steps + 1)) if p > 1e-6]
+    if len(factors) < 2:
         raise ValueError(
             f"maxshrink={maxshrink} with grid={grid} leaves no candidate to search: "
-            "maxshrink * grid must be at least 1"
+            "maxshrink * grid must be at least 1, and grid more than 1"
         )
-    factors = [1 - i / grid for i in range(steps + 1)]
-    return [p for p in factors if p > 1e-6]
+    return factors
 
 
 def search_range(

@@ -21,7 +21,7 @@ from steelyard.errors import FusionError, NonFiniteError, NoStatisticsError, Str
 from steelyard.kernels.qparams import global_scale_of, qparams_from_range, scale_dtype_of
 from steelyard.kernels.range import range_of
 from steelyard.observers import statistics
-from steelyard.observers.checks import check_dtype, check_type, describe_non_finite
+from steelyard.observers.checks import check_type, check_value, describe_non_finite
 from steelyard.observers.fusion import disagreement
 from steelyard.observers.helpers import (
     check_strategy,
@@ -153,7 +153,7 @@ class Observer(InternalModule):  # type: ignore[misc]  # compressed-tensors is u
         """
         if observed.numel() == 0:
             return self
-        check_dtype(observed, self.label)
+        check_value(observed, self.label)
         order = None
         if g_idx is not None:
             order = group_order(g_idx, observed.shape[-1], self.base_name, self.args)

@@ -13,7 +13,9 @@ from steelyard.kernels.rounding import quantized_range
 if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationArgs
 
-__all__ = ["check_dtype", "check_type", "describe_non_finite"]
+__all__ = ["check_type", "check_value", "describe_non_finite"]
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_type(args: QuantizationArgs) -> None:
@@ -31,6 +33,10 @@ def check_type(args: QuantizationArgs) -> None:
             raise StrategyError(
                 f"a {args.num_bits}-bit float has no zero point here: set symmetric=True"
             )
+    if args.scale_dtype not in (None, torch.uint8, torch.float8_e4m3fn, *_FLOATS):
+        raise StrategyError(
+            f"scales are stored as floats, E4M3 or power-of-two bytes, not as {args.scale_dtype}"
+        )
     in_groups = args.strategy == "group" and args.group_size == 32
     if args.scale_dtype == torch.uint8 and not (is_mx(args) and in_groups):
         raise StrategyError(
@@ -39,8 +45,10 @@ def check_type(args: QuantizationArgs) -> None:
         )
 
 
-def check_dtype(observed: torch.Tensor, label: str) -> None:
-    if observed.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+def check_value(observed: torch.Tensor, label: str) -> None:
+    if observed.ndim == 0:
+        raise StrategyError(f"{label}: cannot observe a single number; give it dimensions first")
+    if observed.dtype not in _FLOATS:
         raise StrategyError(
             f"{label}: cannot observe {observed.dtype}; dequantize it to bf16, fp16 or fp32 first"
         )

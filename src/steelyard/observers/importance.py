@@ -57,8 +57,9 @@ class ImportanceObserver(Observer):
         in_features = getattr(module, "in_features", None)
         if in_features is None:
             return
-        self._imatrix_sum = torch.zeros(in_features, dtype=IMATRIX_PRECISION)
-        self._imatrix_count = torch.tensor(0, dtype=torch.int64)
+        with torch.inference_mode(False):  # forward passes may run outside of it
+            self._imatrix_sum = torch.zeros(in_features, dtype=IMATRIX_PRECISION)
+            self._imatrix_count = torch.tensor(0, dtype=torch.int64)
         self._share_with(module)
         state["_imatrix_hook"] = module.register_forward_pre_hook(self._gather)
 
