@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from pydantic import Field
 
 from steelyard.observers.base import Observer
@@ -34,6 +33,3 @@ class IMatrixMSEObserver(ImportanceObserver, MemorylessMSEObserver):
     """The best range of the last weight observed, errors weighed by E[x^2] of their column."""
 
     Options = IMatrixOptions
-
-    def importance_for(self, observed: torch.Tensor) -> torch.Tensor | None:
-        return ImportanceObserver.importance_for(self, observed)

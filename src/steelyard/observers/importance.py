@@ -16,7 +16,7 @@ from torch import distributed as dist
 from steelyard.errors import ImportanceError, ImportanceWarning
 from steelyard.kernels.squares import sum_of_squares
 from steelyard.observers.base import Observer
-from steelyard.observers.helpers import flatten_for_calibration, view_blocks
+from steelyard.observers.helpers import flatten_for_calibration
 
 __all__ = ["ImportanceObserver"]
 
@@ -109,16 +109,12 @@ class ImportanceObserver(Observer):
             importance = importance[self._column_order]
         if self.group_dims(observed) == 2:
             width = self.args.block_structure[1]
-            row = view_blocks(importance.unsqueeze(0), self._with_rows(1))
-            return row.reshape(1, 1, -1, 1, width)  # the same for every row of every block
+            padded = torch.nn.functional.pad(importance, (0, -len(importance) % width))
+            return padded.reshape(1, 1, -1, 1, width)  # the same for every row of every block
         rows = 1  # broadcasts over the rows of the weight, but a block or a tensor spans them
         if self.args.strategy in ("block", "tensor") and self.observed_shape is not None:
             rows = self.observed_shape[:-1].numel()
         return flatten_for_calibration(importance.expand(rows, -1), "weight", self.args)
-
-    def _with_rows(self, rows: int) -> Any:
-        block = [rows, self.args.block_structure[1]]
-        return self.args.model_copy(update={"block_structure": block})
 
     def _go_without(self, problem: str) -> None:
         remedy = "gather importance over calibration data first"

@@ -89,18 +89,8 @@ class GridSearchObserver(SearchObserver):
 class MemorylessMSEObserver(GridSearchObserver, KeepsWeight):
     """The best range of the last value observed."""
 
-    @reads_blocks
-    def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
-        absmax = self.own_absmax(observed)
-        importance = self.importance_for(observed)
-        global_scale = self.own_global_scale(absmax)
-        self.min_vals, self.max_vals = self.search(observed, global_scale, importance)
-        self.absmax = absmax
-        self.keep(observed, importance)
-
-    def importance_for(self, observed: torch.Tensor) -> torch.Tensor | None:
-        """Return weights that broadcast to `observed`, or None to weigh all values alike."""
-        return None
+    def remember(self, observed: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> None:
+        self.min_vals, self.max_vals = first, second
 
     def chosen_range(self, global_scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         again = self.searched_again(global_scale)

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from steelyard.kernels.optimal import optimal_qparams
 from steelyard.kernels.qparams import scale_dtype_of
-from steelyard.observers.base import Observer, reads_blocks
+from steelyard.observers.base import Observer
 from steelyard.observers.importance import ImportanceObserver
 from steelyard.observers.options import ObserverOptions
 from steelyard.observers.search import KeepsWeight
@@ -48,15 +48,9 @@ class OptimalObserver(ImportanceObserver, KeepsWeight):
     best_scale: torch.Tensor
     best_zero_point: torch.Tensor
 
-    @reads_blocks
-    def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
-        absmax = self.own_absmax(observed)
-        importance = self.importance_for(observed)
-        global_scale = self.own_global_scale(absmax)
-        self.best_scale, self.best_zero_point = self.search(observed, global_scale, importance)
+    def remember(self, observed: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> None:
         self.min_vals, self.max_vals = self.range_of(observed)
-        self.absmax = absmax
-        self.keep(observed, importance)
+        self.best_scale, self.best_zero_point = first, second
 
     def search(
         self,

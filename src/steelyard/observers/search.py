@@ -15,7 +15,7 @@ import torch
 
 from steelyard.errors import StatisticsError
 from steelyard.kernels.qparams import global_scale_of
-from steelyard.observers.base import Observer
+from steelyard.observers.base import Observer, reads_blocks
 
 __all__ = ["KeepsWeight", "SearchObserver"]
 
@@ -56,10 +56,25 @@ class KeepsWeight(SearchObserver):
         super().__init__(*args, **kwargs)
         self._kept: _Kept | None = None
 
-    def keep(self, observed: torch.Tensor, importance: torch.Tensor | None) -> None:
-        """Hold on to the value if fusion could call for another search."""
+    @reads_blocks
+    def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
+        absmax = self.own_absmax(observed)
+        importance = self.importance_for(observed)
+        found = self.search(observed, self.own_global_scale(absmax), importance)
+        self.remember(observed, *found)
+        self.absmax = absmax
+        # only a fused weight can turn out to need another global scale than its own
         fusible = self.args.strategy == "tensor_group" and self.base_name == "weight"
         self._kept = _Kept(observed, importance) if fusible else None
+
+    def importance_for(self, observed: torch.Tensor) -> torch.Tensor | None:
+        """Return weights that broadcast to `observed`, or None to weigh all values alike."""
+        return None
+
+    @abstractmethod
+    def remember(self, observed: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> None:
+        """Set the statistics from what `search` returned."""
+        raise NotImplementedError
 
     def searched_again(
         self, global_scale: torch.Tensor | None
