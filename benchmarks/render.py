@@ -10,20 +10,26 @@ START, END = "<!-- results: {} -->", "<!-- end of results -->"
 
 
 def speed_table(found: dict) -> str:
+    by_case: dict[str, dict[tuple[str, int], dict]] = {}
+    for r in found["results"]:
+        by_case.setdefault(r["case"], {})[r["dtype"], r["threads"]] = r
     lines = [
         f"{found['machine']['processor']}, {found['machine']['cores']} cores, "
-        f"{found['versions']['instruction_set']}; weights {found['rows']} x 4096.",
+        f"{found['versions']['instruction_set']}; weights {found['rows']} x 4096. Milliseconds of "
+        "CPU on one thread.",
         "",
-        "| case | type | threads | peer CPU s | ours CPU s | peer wall s | ours wall s | faster "
-        "| wanted | reads |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| case | peer, bf16 | ours | faster | wanted | reads | fp32 faster | 2 threads over 1 |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    for r in found["results"]:
+    for case, runs in by_case.items():
+        r = runs["bf16", 1]
         wanted = f"{r['wanted']:g}x" if r["wanted"] else ""
         reads = f"{r['to_floor']:.1f}" if r["to_floor"] else ""
+        wide = f"{runs['fp32', 1]['ratio']:.1f}x" if ("fp32", 1) in runs else ""
+        two = f"{r['wall'] / runs['bf16', 2]['wall']:.2f}x" if ("bf16", 2) in runs else ""
         lines.append(
-            f"| {r['case']} | {r['dtype']} | {r['threads']} | {r['peer_cpu']:.4f} | {r['cpu']:.4f} "
-            f"| {r['peer_wall']:.4f} | {r['wall']:.4f} | {r['ratio']:.1f}x | {wanted} | {reads} |"
+            f"| {case} | {1000 * r['peer_cpu']:.1f} | {1000 * r['cpu']:.2f} | {r['ratio']:.1f}x "
+            f"| {wanted} | {reads} | {wide} | {two} |"
         )
     lines += ["", "| search | extra memory, of the tensor | its result alone |", "|---|---|---|"]
     for r in found["memory"]:

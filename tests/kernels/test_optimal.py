@@ -8,7 +8,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs, preset_name_to_scheme
 
 from steelyard.kernels.optimal import optimal_qparams, scale_codes
-from steelyard.kernels.qparams import global_scale_of
+from steelyard.kernels.qparams import global_scale_of, qparams_from_range
 
 GROUP = 8
 FP8_GRID = torch.arange(0, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).double().numpy()
@@ -120,6 +120,28 @@ def test_groups_without_a_best_scale_keep_that_of_their_range(scheme: str, backe
         ones, args, stored, torch.zeros_like(ones, dtype=torch.float32), shared, backend=backend
     )
     assert bool((scale > 0).all()), "weights of zero"
+
+
+@pytest.mark.parametrize("backend", ["compiled", "reference"])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("size", [2, 5, 16])
+def test_fp32_scales_are_never_worse_than_the_range(
+    size: int, symmetric: bool, backend: str
+) -> None:
+    """Not all fp32 scales are tried, but the one of the range is."""
+    args = QuantizationArgs(num_bits=8, strategy="channel", symmetric=symmetric)
+    x = torch.randn(1, 40, 1, size, generator=torch.Generator().manual_seed(size))
+    low, high = x.amin((0, 3)), x.amax((0, 3))
+    plain = qparams_from_range(low, high, args, torch.float32)
+    found = optimal_qparams(x, args, torch.float32, backend=backend)
+    ones = np.ones(size)
+    for g in range(40):
+        values = x[0, g, 0].double().numpy()
+        before, after = (
+            errors(values, ones, args, np.array([float(scale[g])]), float(zero_point[g]))[0]
+            for scale, zero_point in (plain, found)
+        )
+        assert after <= before * (1 + 1e-5) + 1e-15, f"group {g}"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

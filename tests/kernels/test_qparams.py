@@ -47,7 +47,9 @@ def check(
     low = torch.as_tensor(low, dtype=torch.float32)
     high = torch.as_tensor(high, dtype=torch.float32)
     kept = low.clone(), high.clone()
-    scale, zero_point = qparams_from_range(low, high, args, dtype, global_scale)
+    scale, zero_point = qparams_from_range(low, high, args, dtype, global_scale, "reference")
+    compiled = qparams_from_range(low, high, args, dtype, global_scale, "auto")
+    torch.testing.assert_close(compiled, (scale, zero_point), rtol=0, atol=0)
     torch.testing.assert_close((low, high), kept, rtol=0, atol=0, msg="the range was modified")
 
     one_byte = dtype in (torch.uint8, torch.float8_e4m3fn)

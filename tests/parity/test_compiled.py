@@ -56,6 +56,12 @@ SHAPES = [
     (9, 4, 1, 1, 24),
     (1, 2, 5, 1, 48),
     (1, 3, 1),
+    (1, 37, 2),
+    (1, 515, 4),
+    (1, 129, 64),
+    (1, 9, 11, 16),
+    (1, 3, 67, 96),
+    (1, 1, 2, 1024),
 ]
 
 
@@ -95,6 +101,43 @@ def test_blocks_are_read_in_place(isa: str) -> None:
     assert view.data_ptr() == x.data_ptr()
     got = range_of(view, 2, "compiled")
     assert_close(got, range_of(flatten_for_calibration(x, "weight", args), 1, "reference"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block", [(3, 32), (128, 128), (5, 16), (7, 2)], ids=str)
+def test_range_of_blocks(isa: str, block: tuple[int, int], dtype: torch.dtype) -> None:
+    rows, columns = block
+    x = torch.randn(2 * rows, 5 * columns, generator=torch.Generator().manual_seed(2)).to(dtype)
+    blocks = x.view(2, rows, 5, columns).transpose(1, 2).unsqueeze(0)
+    got, expected = (range_of(blocks, 2, b) for b in ("compiled", "reference"))
+    assert_close(got, expected, rtol=0, atol=0)
+
+
+# -- scales ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 15, 16, 700])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_qparams(isa: str, scheme: str, dtype: torch.dtype, count: int) -> None:
+    """Bit for bit; with ranges that are zero, on one side of it, tiny and huge among the others."""
+    args = weight_args(scheme)
+    generator = torch.Generator().manual_seed(count)
+    ends = torch.randn(2, count, generator=generator)
+    ends *= 10 ** (torch.rand(count, generator=generator) * 8 - 5)
+    ends = ends.to(dtype).float()
+    ends[:, ::7] = 0
+    if count > 600:
+        info = torch.finfo(dtype)
+        ends[:, 5] = torch.tensor([info.min, info.max])
+        ends[:, 530] = info.smallest_normal * info.eps  # in the second tile
+    stored = scale_dtype_of(args, dtype)
+    shared = torch.tensor([37.5]) if args.strategy == "tensor_group" else None
+    low, high = ends.amin(0), ends.amax(0)
+    got, expected = (
+        qparams_from_range(low, high, args, stored, shared, b) for b in ("compiled", "reference")
+    )
+    assert_close(got, expected, rtol=0, atol=0)
 
 
 # -- search ---------------------------------------------------------------------------------
@@ -146,12 +189,14 @@ def test_search_of_any_group_size(isa: str, columns: int) -> None:
     assert_close(*both, rtol=0, atol=0)
 
 
-def test_patience_stops_where_the_reference_stops(isa: str) -> None:
+@pytest.mark.parametrize("repeats", [1, 1000], ids=["short", "in_tiles"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_patience_stops_where_the_reference_stops(isa: str, rows: int, repeats: int) -> None:
     args = QuantizationArgs(num_bits=3, strategy="channel")
     generator = torch.Generator().manual_seed(4)
     stopped = 0
     for _ in range(12):
-        x = torch.randn(1, 24, generator=generator)
+        x = torch.randn(rows, 24, generator=generator).repeat(1, repeats)
         flat = flatten_for_calibration(x, "weight", args)
         for patience in (0, 1, 2, 5):
             both = [

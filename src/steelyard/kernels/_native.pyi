@@ -19,6 +19,15 @@ class Format:
 def range(
     values: torch.Tensor, low: torch.Tensor, high: torch.Tensor, isa: str, threads: int
 ) -> None: ...
+def qparams(
+    min_vals: torch.Tensor,
+    max_vals: torch.Tensor,
+    format: Format,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    isa: str,
+    threads: int,
+) -> None: ...
 def search(
     values: torch.Tensor,
     format: Format,
@@ -26,10 +35,10 @@ def search(
     max_vals: torch.Tensor,
     factors: list[float],
     norm: float,
+    patience: int,
     weights: torch.Tensor | None,
     best_min: torch.Tensor,
     best_max: torch.Tensor,
-    improved: torch.Tensor,
     isa: str,
     threads: int,
 ) -> None: ...

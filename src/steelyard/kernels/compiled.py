@@ -21,6 +21,7 @@ __all__ = [
     "format_of",
     "optimal_qparams",
     "pack",
+    "qparams_from_range",
     "range_of",
     "search_range",
     "sum_of_squares",
@@ -35,6 +36,7 @@ _SCALE_TYPES = {
     torch.float8_e4m3fn: 3,
     torch.uint8: 4,
 }
+_WHOLE_SCALES = (torch.float32, torch.float16, torch.bfloat16)  # the others are codes of a byte
 _PARALLEL_FROM = 1 << 16  # elements; below that, starting threads costs more than it gives
 
 
@@ -73,6 +75,30 @@ def range_of(observed: torch.Tensor, group_dims: int = 1) -> tuple[torch.Tensor,
     return low, high
 
 
+def qparams_from_range(
+    min_vals: torch.Tensor,
+    max_vals: torch.Tensor,
+    args: QuantizationArgs,
+    scale_dtype: torch.dtype,
+    global_scale: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = min_vals.shape or (1,)
+    scale = torch.empty(shape, dtype=scale_dtype if scale_dtype in _WHOLE_SCALES else torch.float32)
+    zero_point = None if args.symmetric else torch.empty(shape)
+    _native().qparams(
+        min_vals.detach().contiguous(),
+        max_vals.detach().contiguous(),
+        format_of(args, scale_dtype, global_scale),
+        scale,
+        zero_point,
+        instruction_set(),
+        _threads(min_vals),
+    )
+    if zero_point is None:
+        return scale, torch.zeros(shape, dtype=args.zp_dtype)
+    return scale, zero_point.to(args.zp_dtype)
+
+
 def search_range(
     observed: torch.Tensor,
     args: QuantizationArgs,
@@ -89,27 +115,21 @@ def search_range(
     best_min, best_max = torch.empty_like(min_vals), torch.empty_like(max_vals)
     values, weights = _five(observed, group_dims), _weights(importance, observed, group_dims)
     described = format_of(args, scale_dtype, global_scale)
-    tried = list(factors)
-    while True:
-        improved = torch.zeros(len(tried), dtype=torch.uint8)
-        _native().search(
-            values,
-            described,
-            min_vals,
-            max_vals,
-            tried,
-            norm,
-            weights,
-            best_min,
-            best_max,
-            improved,
-            instruction_set(),
-            _threads(observed),
-        )
-        stop = _steps_until_patience_ends(improved.tolist(), patience)
-        if stop == len(tried):
-            return best_min, best_max
-        tried = tried[:stop]  # later steps must not have been taken: choose again without them
+    _native().search(
+        values,
+        described,
+        min_vals,
+        max_vals,
+        list(factors),
+        norm,
+        patience,
+        weights,
+        best_min,
+        best_max,
+        instruction_set(),
+        _threads(observed),
+    )
+    return best_min, best_max
 
 
 def optimal_qparams(
@@ -172,15 +192,6 @@ def pack(
         instruction_set(),
         _threads(weight),
     )
-
-
-def _steps_until_patience_ends(improved: Sequence[int], patience: int) -> int:
-    idle = 0
-    for step, better in enumerate(improved[1:], start=1):
-        idle = 0 if better else idle + 1
-        if patience > 0 and idle >= patience:
-            return step + 1
-    return len(improved)
 
 
 def _native() -> Any:

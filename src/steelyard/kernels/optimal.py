@@ -11,9 +11,9 @@ of squared differences. Of all codes that a scale's type has, two runs need not 
   exceeds the best error found, no smaller code can win.
 
 What is left is tried in full, so the result is the optimum. There are two exceptions. Of fp32
-scales, 2^23 per octave are too many, so those that bf16 has too are tried, and the best is
-refined by least squares. An asymmetric float, which no server reads, is not searched: it gets the
-parameters of its range.
+scales, 2^23 per octave are too many: those that bf16 has too and the one of the range are tried,
+and the best is refined by least squares. An asymmetric float, which no server reads, is not
+searched: it gets the parameters of its range.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ def optimal_qparams(
     returns:         scale and zero_point (*qparam_shape), typed as by `qparams_from_range`
     """
     low, high = observed_range or range_of(observed, group_dims, backend)
-    typed_scale, typed_zero_point = qparams_from_range(low, high, args, scale_dtype, global_scale)
+    typed_scale, typed_zero_point = qparams_from_range(
+        low, high, args, scale_dtype, global_scale, backend
+    )
     if args.type == "float" and not args.symmetric:
         return typed_scale, typed_zero_point
     negative_scales = negative_scales and args.type == "int" and args.symmetric
@@ -86,7 +88,14 @@ def optimal_qparams(
         )
     else:
         scale, zero_point = _reference(
-            observed, args, scale_dtype, importance, global_scale, negative_scales, group_dims
+            observed,
+            args,
+            scale_dtype,
+            importance,
+            global_scale,
+            (typed_scale, typed_zero_point),
+            negative_scales,
+            group_dims,
         )
     scale = scale.reshape(typed_scale.shape).to(typed_scale.dtype)
     # a group that holds or weighs nothing has no best scale: it keeps the one of its range
@@ -104,6 +113,7 @@ def _reference(
     scale_dtype: torch.dtype,
     importance: torch.Tensor | None,
     global_scale: torch.Tensor | None,
+    of_range: tuple[torch.Tensor, torch.Tensor],
     negative_scales: bool,
     group_dims: int,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -117,8 +127,13 @@ def _reference(
         w = weights.reshape(values.shape[0], count, -1).transpose(0, 1).flatten(1).to(dtype)
     search = _Search(x, w, args, scale_dtype, global_scale)
     search.run(1)
+    if search.refined:
+        search.try_range(*of_range)
+        search.refine(1)
     if negative_scales:
         search.run(-1)
+        if search.refined:
+            search.refine(-1)
     return search.scale, None if args.symmetric else search.zero_point
 
 
@@ -146,7 +161,7 @@ class _Search:
         self.best = torch.full((len(x),), float("inf"), dtype=torch.float64, device=x.device)
         self.scale = torch.zeros(len(x), dtype=torch.float64, device=x.device)
         self.zero_point = torch.zeros_like(self.scale)
-        self.polished = scale_dtype in (torch.float32, torch.float64)
+        self.refined = scale_dtype in (torch.float32, torch.float64)
 
     def run(self, sign: int) -> None:
         """Try every code that could win; `sign` -1 tries its negative."""
@@ -174,8 +189,6 @@ class _Search:
                 break
             self._try(code, open_, low, sign)
             code = code + 1
-        if self.polished:
-            self._polish(sign)
 
     def _try(
         self, code: torch.Tensor, groups: torch.Tensor, low: torch.Tensor, sign: int
@@ -234,7 +247,13 @@ class _Search:
         self.scale[chosen] = stored[better]
         self.zero_point[chosen] = zero_point[better]
 
-    def _polish(self, sign: int) -> None:
+    def try_range(self, scale: torch.Tensor, zero_point: torch.Tensor) -> None:
+        """Try the parameters of the range, which bf16 need not have."""
+        rows = (self.best > 0).nonzero().squeeze(1)
+        rows = rows[torch.isfinite(self.best[rows])]  # the others weigh nothing
+        self._keep(rows, scale.flatten()[rows].double(), zero_point.flatten()[rows].double())
+
+    def refine(self, sign: int) -> None:
         """Refine by least squares for the codes that the best scale assigns."""
         for _ in range(8):
             rows = ((self.scale * sign > 0) & (self.best > 0)).nonzero().squeeze(1)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from steelyard.kernels import compiled
+from steelyard.kernels.backend import use_compiled
 from steelyard.kernels.rounding import quantized_range
 
 if TYPE_CHECKING:
@@ -46,6 +48,7 @@ def qparams_from_range(
     args: QuantizationArgs,
     scale_dtype: torch.dtype,
     global_scale: torch.Tensor | None = None,
+    backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the stored scale and zero point of each range.
 
@@ -55,6 +58,9 @@ def qparams_from_range(
     """
     from compressed_tensors.quantization.utils import calculate_qparams
 
+    single = min_vals.dtype == max_vals.dtype == torch.float32
+    if single and use_compiled(min_vals, backend) and compiled.supports(args, scale_dtype):
+        return compiled.qparams_from_range(min_vals, max_vals, args, scale_dtype, global_scale)
     low, high = min_vals.clamp(max=0), max_vals.clamp(min=0)
     absmax = torch.maximum(-low, high)
     # max - min of the largest finite values overflows; half of it does not

@@ -157,7 +157,9 @@ def _effective_qparams(
     global_scale: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Stored parameters, widened and shaped (1, num_qparams, 1) for `reconstruct`."""
-    scale, zero_point = qparams_from_range(min_vals, max_vals, args, scale_dtype, global_scale)
+    scale, zero_point = qparams_from_range(
+        min_vals, max_vals, args, scale_dtype, global_scale, "reference"
+    )
     scale = scale.to(min_vals.dtype)
     if global_scale is not None:
         scale = scale / global_scale

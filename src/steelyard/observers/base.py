@@ -204,7 +204,7 @@ class Observer(InternalModule):  # type: ignore[misc]  # compressed-tensors is u
         if self._checked is not None and self._checked[0] is observed:
             return self._checked[1]
         low, high = range_of(observed, self.group_dims(observed))
-        if not bool(torch.isfinite(low).all() & torch.isfinite(high).all()):
+        if not bool(torch.isfinite(low.amin()) & torch.isfinite(high.amax())):
             value = observed if source is None else source
             raise NonFiniteError(describe_non_finite(value, self.label))
         return low, high

@@ -26,7 +26,7 @@ struct View {
     }
 };
 
-// How a scale is stored; the numbers are shared with kernels/native.py.
+// How a scale is stored; the numbers are shared with kernels/compiled.py.
 enum class ScaleType : int { f32 = 0, f16 = 1, bf16 = 2, e4m3 = 3, e8m0 = 4 };
 
 // A quantized type: integers, or floats with few mantissa bits.
@@ -43,31 +43,39 @@ struct Format {
     uint32_t mx_round_bit;  // e8m0 only: added to the bits of the absmax before truncation
 };
 
-struct SearchProblem {
+// Groups of values, their ranges, and how they are quantized.
+struct Problem {
     View values;
     Format format;
     const float* min_vals;  // per group
     const float* max_vals;
-    const float* weights;        // importance, or null; (h, w) of a row of groups, see below
-    int64_t weight_stride[5];    // strides of the importance over (n, q1, q2, h, w)
+    const float* weights;      // importance, or null
+    int64_t weight_stride[5];  // over (n, q1, q2, h, w)
+};
+
+struct SearchProblem : Problem {
     const float* factors;
     int num_factors;
     float norm;
+    int patience;  // steps without any improvement after which the search ends; 0: never
     float* best_min;
     float* best_max;
-    uint8_t* improved;  // per factor: whether any group improved there
 };
 
-struct OptimalProblem {
-    View values;
-    Format format;
-    const float* min_vals;
-    const float* max_vals;
-    const float* weights;
-    int64_t weight_stride[5];
+struct OptimalProblem : Problem {
     bool negative;  // symmetric integers: scales below zero are candidates too
     float* scale;   // stored value, per group
     float* zero_point;
+};
+
+struct QparamsProblem {
+    const float* min_vals;
+    const float* max_vals;
+    int64_t count;
+    Format format;
+    Type scale_type;  // of the result
+    void* scale;
+    float* zero_point;  // null for symmetric types
 };
 
 enum class Layout : int { packed32 = 0, bytes = 1, nibbles = 2 };
@@ -90,6 +98,7 @@ struct PackProblem {
 struct Table {
     const char* name;
     void (*range)(const View&, float* low, float* high, int threads);
+    void (*qparams)(const QparamsProblem&, int threads);
     void (*search)(const SearchProblem&, int threads);
     void (*optimal)(const OptimalProblem&, int threads);
     void (*sum_squares)(const View&, float* sums, int threads);

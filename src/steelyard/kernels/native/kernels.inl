@@ -1,5 +1,6 @@
 // Everything that is compiled once per instruction set, inside a namespace of its own.
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -40,8 +41,8 @@ namespace {
 }  // namespace STEELYARD_ISA
 
 const Table JOIN(STEELYARD_ISA, _table) = {
-    TEXT(STEELYARD_ISA),         STEELYARD_ISA::range,       STEELYARD_ISA::search,
-    STEELYARD_ISA::optimal,      STEELYARD_ISA::sum_squares, STEELYARD_ISA::pack,
+    TEXT(STEELYARD_ISA),    STEELYARD_ISA::range,       STEELYARD_ISA::qparams, STEELYARD_ISA::search,
+    STEELYARD_ISA::optimal, STEELYARD_ISA::sum_squares, STEELYARD_ISA::pack,
 };
 
 }  // namespace steelyard

@@ -24,6 +24,7 @@ namespace {
 using Tensor = nb::ndarray<nb::ro, nb::device::cpu>;
 using Floats = nb::ndarray<float, nb::device::cpu, nb::c_contig>;
 using ConstFloats = nb::ndarray<const float, nb::device::cpu, nb::c_contig>;
+using MutableTensor = nb::ndarray<nb::device::cpu, nb::c_contig>;
 using Bytes = nb::ndarray<uint8_t, nb::device::cpu, nb::c_contig>;
 
 const Table* table_for(const std::string& name) {
@@ -54,7 +55,8 @@ std::vector<std::string> instruction_sets() {
     return usable;
 }
 
-Type type_of(const Tensor& x) {
+template <class Array>
+Type type_of(const Array& x) {
     if (x.dtype() == nb::dtype<float>()) return Type::f32;
     const auto code = nb::dlpack::dtype_code(x.dtype().code);
     if (x.dtype().bits == 16 && code == nb::dlpack::dtype_code::Float) return Type::f16;
@@ -104,26 +106,49 @@ void range(const Tensor& values, Floats low, Floats high, const std::string& isa
     table.range(view, low.data(), high.data(), threads);
 }
 
-void search(const Tensor& values, const Format& format, ConstFloats min_vals, ConstFloats max_vals,
-            const std::vector<float>& factors, float norm, const std::optional<Tensor>& weights,
-            Floats best_min, Floats best_max, Bytes improved, const std::string& isa, int threads) {
-    SearchProblem p{};
+void qparams(ConstFloats min_vals, ConstFloats max_vals, const Format& format, MutableTensor scale,
+             std::optional<Floats> zero_point, const std::string& isa, int threads) {
+    QparamsProblem p{};
+    p.count = int64_t(min_vals.size());
+    require_size(max_vals, p.count, "max_vals");
+    require_size(scale, p.count, "scale");
+    if (zero_point) require_size(*zero_point, p.count, "zero_point");
+    p.min_vals = min_vals.data();
+    p.max_vals = max_vals.data();
+    p.format = format;
+    p.scale_type = type_of(scale);
+    p.scale = scale.data();
+    p.zero_point = zero_point ? zero_point->data() : nullptr;
+    const Table& table = require_table(isa);
+    nb::gil_scoped_release release;
+    table.qparams(p, threads);
+}
+
+void describe(Problem& p, const Tensor& values, const Format& format, const ConstFloats& min_vals,
+              const ConstFloats& max_vals, const std::optional<Tensor>& weights) {
     p.values = view_of(values);
     p.format = format;
     p.weights = weights_of(weights, p.values, p.weight_stride);
     require_size(min_vals, p.values.groups(), "min_vals");
     require_size(max_vals, p.values.groups(), "max_vals");
-    require_size(best_min, p.values.groups(), "best_min");
-    require_size(best_max, p.values.groups(), "best_max");
-    require_size(improved, int64_t(factors.size()), "improved");
     p.min_vals = min_vals.data();
     p.max_vals = max_vals.data();
+}
+
+void search(const Tensor& values, const Format& format, ConstFloats min_vals, ConstFloats max_vals,
+            const std::vector<float>& factors, float norm, int patience,
+            const std::optional<Tensor>& weights, Floats best_min, Floats best_max,
+            const std::string& isa, int threads) {
+    SearchProblem p{};
+    describe(p, values, format, min_vals, max_vals, weights);
+    require_size(best_min, p.values.groups(), "best_min");
+    require_size(best_max, p.values.groups(), "best_max");
     p.factors = factors.data();
     p.num_factors = int(factors.size());
     p.norm = norm;
+    p.patience = patience;
     p.best_min = best_min.data();
     p.best_max = best_max.data();
-    p.improved = improved.data();
     const Table& table = require_table(isa);
     nb::gil_scoped_release release;
     table.search(p, threads);
@@ -133,15 +158,9 @@ void optimal(const Tensor& values, const Format& format, ConstFloats min_vals, C
              const std::optional<Tensor>& weights, bool negative, Floats scale,
              std::optional<Floats> zero_point, const std::string& isa, int threads) {
     OptimalProblem p{};
-    p.values = view_of(values);
-    p.format = format;
-    p.weights = weights_of(weights, p.values, p.weight_stride);
-    require_size(min_vals, p.values.groups(), "min_vals");
-    require_size(max_vals, p.values.groups(), "max_vals");
+    describe(p, values, format, min_vals, max_vals, weights);
     require_size(scale, p.values.groups(), "scale");
     if (zero_point) require_size(*zero_point, p.values.groups(), "zero_point");
-    p.min_vals = min_vals.data();
-    p.max_vals = max_vals.data();
     p.negative = negative;
     p.scale = scale.data();
     p.zero_point = zero_point ? zero_point->data() : nullptr;
@@ -247,9 +266,11 @@ NB_MODULE(_native, m) {
             nb::arg("global_scale").none(), nb::arg("mx_offset"), nb::arg("mx_round_bit"));
     m.def("range", &range, nb::arg("values"), nb::arg("low"), nb::arg("high"), nb::arg("isa"),
           nb::arg("threads"));
+    m.def("qparams", &qparams, nb::arg("min_vals"), nb::arg("max_vals"), nb::arg("format"),
+          nb::arg("scale"), nb::arg("zero_point").none(), nb::arg("isa"), nb::arg("threads"));
     m.def("search", &search, nb::arg("values"), nb::arg("format"), nb::arg("min_vals"),
-          nb::arg("max_vals"), nb::arg("factors"), nb::arg("norm"), nb::arg("weights").none(),
-          nb::arg("best_min"), nb::arg("best_max"), nb::arg("improved"), nb::arg("isa"),
+          nb::arg("max_vals"), nb::arg("factors"), nb::arg("norm"), nb::arg("patience"),
+          nb::arg("weights").none(), nb::arg("best_min"), nb::arg("best_max"), nb::arg("isa"),
           nb::arg("threads"));
     m.def("optimal", &optimal, nb::arg("values"), nb::arg("format"), nb::arg("min_vals"),
           nb::arg("max_vals"), nb::arg("weights").none(), nb::arg("negative"), nb::arg("scale"),

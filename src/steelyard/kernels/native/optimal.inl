@@ -224,7 +224,7 @@ class OptimalSearch {
         float low, high;
         errors.range(&low, &high);
         if (low == 0 && high == 0) {
-            const Candidate c = candidate(std::min(p.min_vals[g], 0.0f), std::max(p.max_vals[g], 0.0f), f);
+            const Candidate c = range_candidate();
             best.stored = c.stored;
             best.zero_point = c.zero_point;
         } else if (f.symmetric) {
@@ -251,6 +251,11 @@ class OptimalSearch {
 
     double stored_for(double effective_scale) const {
         return effective_scale / errors.unit() * (f.has_global ? f.global_scale : 1.0f);
+    }
+
+    Candidate range_candidate() const {
+        const int64_t g = errors.g;
+        return candidate(std::min(p.min_vals[g], 0.0f), std::max(p.max_vals[g], 0.0f), f);
     }
 
     void try_scale(float stored, float zero_point, int sign) {
@@ -280,11 +285,16 @@ class OptimalSearch {
         for (int code = start + 1; code < end && code <= codes.last && best.error > 0; ++code) {
             try_scale(codes.value(code), 0.0f, sign);
         }
-        if (codes.type == ScaleType::f32) polish(sign);
+        if (codes.type == ScaleType::f32) refine(sign);
     }
 
-    // Of fp32 scales only some are listed: refine the best of those by least squares.
-    void polish(int sign) {
+    // Of fp32 scales only some are listed. The scale of the range is one more, so that the result is
+    // never worse than it; and the best of all is refined by least squares.
+    void refine(int sign) {
+        if (sign > 0) {
+            const Candidate c = range_candidate();
+            try_scale(c.stored, c.zero_point, 1);
+        }
         for (int round = 0; round < 8 && best.error > 0 && best.stored * sign > 0; ++round) {
             const double scale = errors.fit(effective(best.stored), best.zero_point);
             const float stored = float(stored_for(std::abs(scale)));
@@ -305,7 +315,7 @@ class OptimalSearch {
         for (int code = start + 1; code < end && code <= codes.last && best.error > 0; ++code) {
             zero_points(codes.value(code), low);
         }
-        if (codes.type == ScaleType::f32) polish(1);
+        if (codes.type == ScaleType::f32) refine(1);
     }
 
     // Tries every zero point that clipping does not exclude; tells whether there was one.

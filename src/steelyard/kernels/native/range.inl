@@ -66,10 +66,134 @@ static View merged(View v) {
     return v;
 }
 
+// Vectors of integers as wide as the values, and what stands at even and at odd places of two.
+template <class Int>
+struct Wide {
+    static constexpr int SIZE = VECTOR_BYTES / sizeof(Int);
+    typedef Int type __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(Int)), may_alias));
+
+    static type places(int first) {
+        type at;
+        for (int i = 0; i < SIZE; ++i) at[i] = Int(2 * i + first);
+        return at;
+    }
+    static type pick(type a, type b, type at) { return __builtin_shuffle(a, b, at); }
+    static type load(const Int* from) {  // ordered
+        const type x = *reinterpret_cast<const type*>(from);
+        return x ^ ((x >> (8 * sizeof(Int) - 1)) & std::numeric_limits<Int>::max());
+    }
+    static type min(type a, type b) { return a < b ? a : b; }
+    static type max(type a, type b) { return a > b ? a : b; }
+};
+
+// Groups whose rows lie one behind the other and are whole vectors, or a part of one. Neighbours are
+// compared in many groups at once until one value is left of each, so that no vector is reduced on
+// its own; and a matrix cut into blocks is read row by row.
+template <class Int>
+class Neighbours {
+    using W = Wide<Int>;
+    using V = typename W::type;
+    static constexpr int64_t SIZE = W::SIZE, TILE = 64;  // a tile is at most so many vectors
+
+    const View& v;
+    const int64_t size, rows, across;
+    const int64_t parts, width, together;  // vectors of a row; values and groups of a vector
+    const int64_t tile, tiles;             // groups of a tile, tiles of a row
+    const V even, odd;
+
+    void read(const Int* at, int64_t vectors, V* lows, V* highs) const {
+        for (int64_t row = 0; row < rows; ++row) {
+            const Int* from = at + row * v.stride[3];
+            for (int64_t i = 0; i < vectors; ++i) {
+                V next = W::load(from);
+                V a = row == 0 ? next : W::min(lows[i], next);
+                V b = row == 0 ? next : W::max(highs[i], next);
+                from += SIZE;
+                for (int64_t part = 1; part < parts; ++part, from += SIZE) {
+                    next = W::load(from);
+                    a = W::min(a, next);
+                    b = W::max(b, next);
+                }
+                lows[i] = a;
+                highs[i] = b;
+            }
+        }
+    }
+
+    void reduce(int64_t vectors, V* lows, V* highs) const {
+        for (int64_t left = width; left > 1; left /= 2) {
+            vectors = (vectors + 1) / 2;
+            for (int64_t i = 0; i < vectors; ++i) {
+                const V a = lows[2 * i], b = lows[2 * i + 1], c = highs[2 * i], d = highs[2 * i + 1];
+                lows[i] = W::min(W::pick(a, b, even), W::pick(a, b, odd));
+                highs[i] = W::max(W::pick(c, d, even), W::pick(c, d, odd));
+            }
+        }
+    }
+
+    void write(const V* found, int64_t count, float* to) const {
+        Int values[TILE * SIZE];
+        std::memcpy(values, found, count * sizeof(Int));
+        for (int64_t i = 0; i < count; ++i) to[i] = to_float(values[i], v.type);
+    }
+
+  public:
+    static bool fit(const View& v) {
+        const int64_t columns = v.size[4];
+        const bool whole = columns < SIZE ? columns >= 2 && (columns & (columns - 1)) == 0
+                                          : columns % SIZE == 0 && columns <= 1024;
+        return whole && v.size[0] == 1 && v.stride[4] == 1 && v.size[2] > 1 && v.stride[2] == columns;
+    }
+
+    explicit Neighbours(const View& view)
+        : v(view),
+          size(v.size[4]),
+          rows(v.size[3]),
+          across(v.size[2]),
+          parts(std::max<int64_t>(size / SIZE, 1)),
+          width(std::min(size, SIZE)),
+          together(SIZE / width),
+          tile(std::min(TILE * together, (across + together - 1) / together * together)),
+          tiles((across + tile - 1) / tile),
+          even(W::places(0)),
+          odd(W::places(1)) {}
+
+    int64_t count() const { return v.size[1] * tiles; }
+    int64_t grain() const { return (1 << 17) / (tile * size * rows); }
+
+    void run(int64_t t, float* low, float* high) const {
+        const int64_t first = t % tiles * tile, g = t / tiles * across + first;
+        const int64_t count = std::min(tile, across - first), vectors = count / together;
+        const Int* at = static_cast<const Int*>(v.data) + t / tiles * v.stride[1] + first * size;
+        V lows[TILE + 1], highs[TILE + 1];
+        read(at, vectors, lows, highs);
+        lows[vectors] = highs[vectors] = V{};  // an odd one's neighbour
+        reduce(vectors, lows, highs);
+        const int64_t done = vectors * together;
+        write(lows, done, low + g);
+        write(highs, done, high + g);
+        for (int64_t i = done; i < count; ++i) {  // too few for a vector
+            Extent<Int> extent;
+            for (int64_t row = 0; row < rows; ++row) {
+                extent.read(at + row * v.stride[3] + i * size, 1, size);
+            }
+            low[g + i] = to_float(extent.low, v.type);
+            high[g + i] = to_float(extent.high, v.type);
+        }
+    }
+};
+
 template <class Int>
 static void range_of(const View& v, float* low, float* high, int threads) {
     const Int* data = static_cast<const Int*>(v.data);
     const int64_t groups = v.groups(), size = v.group_size();
+    if (Neighbours<Int>::fit(v)) {
+        const Neighbours<Int> neighbours(v);
+        parallel_for(neighbours.count(), neighbours.grain(), threads, [&](int64_t begin, int64_t end) {
+            for (int64_t t = begin; t < end; ++t) neighbours.run(t, low, high);
+        });
+        return;
+    }
     const bool spread = v.size[0] > 1 && groups > 1;  // each observation touches every group
     const int64_t parts = spread ? std::min<int64_t>(v.size[0], 32)
                                  : std::max<int64_t>(1, size / (1 << 18));

@@ -131,3 +131,71 @@ static void make_candidates(float low, float high, const float* factors, int cou
         }
     }
 }
+
+static inline uint16_t half_bits(float x) {  // of a positive number that fp16 holds
+    const uint32_t normal = (to_bits(x) >> 13) - (112u << 10);
+    const uint32_t subnormal = uint32_t(int32_t(x * 0x1p24f));
+    return uint16_t(x < 0x1p-14f ? subnormal : normal);
+}
+
+static void write_scales(const float* scale, int64_t n, Type type, void* out, int64_t at) {
+    uint16_t* halves = static_cast<uint16_t*>(out) + at;
+    switch (type) {
+        case Type::f32: std::copy(scale, scale + n, static_cast<float*>(out) + at); break;
+        case Type::f16: for (int64_t i = 0; i < n; ++i) halves[i] = half_bits(scale[i]); break;
+        case Type::bf16:
+            for (int64_t i = 0; i < n; ++i) halves[i] = uint16_t(to_bits(scale[i]) >> 16);
+            break;
+    }
+}
+
+// Stored parameters of many ranges.
+static void qparams(const QparamsProblem& p, int threads) {
+    constexpr int64_t TILE = 512;
+    const Format& f = p.format;
+    const float span = f.qmax - f.qmin;
+    parallel_for((p.count + TILE - 1) / TILE, 32, threads, [&](int64_t first, int64_t last) {
+        float scales[TILE], zero_points[TILE];
+        for (int64_t at = first * TILE; at < std::min(last * TILE, p.count); at += TILE) {
+            const int64_t n = std::min(TILE, p.count - at);
+            const int64_t whole = n / LANES * LANES;
+            const float *low = p.min_vals + at, *high = p.max_vals + at;
+            vf largest = {}, least = splat(1.0f);
+            for (int64_t i = 0; i < whole; i += LANES) {
+                const vf absmax = vmax(-load(low + i), load(high + i));
+                largest = vmax(largest, absmax);
+                least = vmin(least, absmax > 0 ? absmax : splat(1.0f));
+            }
+            bool ordinary = true;  // neither tiny nor huge
+            for (int i = 0; i < LANES; ++i) ordinary &= largest[i] <= 1e30f && least[i] >= 1e-30f;
+            for (int64_t i = 0; ordinary && i < whole; i += LANES) {
+                const vf a = vmin(load(low + i), vf{}), b = vmax(load(high + i), vf{});
+                const vf absmax = vmax(-a, b);
+                vf scale;
+                if (f.scale == ScaleType::e8m0) {
+                    const vi exponent = (((vi)absmax + (int32_t)f.mx_round_bit) >> 23) - f.mx_offset;
+                    scale = (vf)(exponent > 0 ? exponent << 23 : vi{} + 0x00400000);
+                } else {
+                    scale = f.symmetric ? absmax / (span / 2) : (b - a) / span;
+                    if (f.has_global) scale = scale * f.global_scale;
+                    scale = store_scales(scale, f.scale);
+                    scale = absmax > 0 ? scale : splat(scale_epsilon(f.scale));
+                }
+                std::memcpy(scales + i, &scale, sizeof scale);
+                if (!f.symmetric) {
+                    const vf effective = f.has_global ? scale / f.global_scale : scale;
+                    const vf zp = round_int(
+                        vmin(vmax(f.qmin - a / effective, splat(f.qmin)), splat(f.qmax)));
+                    std::memcpy(zero_points + i, &zp, sizeof zp);
+                }
+            }
+            for (int64_t i = ordinary ? whole : 0; i < n; ++i) {
+                const Candidate c = candidate(std::min(low[i], 0.0f), std::max(high[i], 0.0f), f);
+                scales[i] = c.stored;
+                zero_points[i] = c.zero_point;
+            }
+            write_scales(scales, n, p.scale_type, p.scale, at);
+            if (p.zero_point != nullptr) std::copy(zero_points, zero_points + n, p.zero_point + at);
+        }
+    });
+}

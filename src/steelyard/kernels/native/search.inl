@@ -69,6 +69,8 @@ static ErrorSum error_sum_for(bool is_int, bool weighted, float norm) {
     return weighted ? error_sum_for<false, true>(norm) : error_sum_for<false, false>(norm);
 }
 
+using Improved = std::vector<std::atomic<bool>>;  // per factor: whether any group improved there
+
 struct Searcher {
     const SearchProblem& p;
     Rounding rounding;
@@ -130,24 +132,20 @@ struct Searcher {
                           zero_points[i], power, limit, CHECK_EVERY);
     }
 
-    void write(int64_t g, int best) {
-        p.best_min[g] = p.min_vals[g] * p.factors[best];
-        p.best_max[g] = p.max_vals[g] * p.factors[best];
-    }
-
-    void search_whole(int64_t g) {
+    // The first best of `count` factors.
+    int search_whole(int64_t g, int count, Improved& improved) {
         select(g, 0, p.values.group_size());
         int best = 0;
         double best_error = NO_LIMIT;
-        for (int i = 0; i < distinct; ++i) {
+        for (int i = 0; i < distinct && step[i] < count; ++i) {
             const double found = error(i, best_error / powers[i]) * powers[i];
             if (found < best_error * margin) {
                 best_error = found;
                 best = step[i];
-                p.improved[best] = 1;  // racing threads all write 1
+                improved[best].store(true, std::memory_order_relaxed);
             }
         }
-        write(g, best);
+        return best;
     }
 
     // Errors of values [begin, end) for every candidate, into `out`.
@@ -161,11 +159,26 @@ struct Searcher {
     }
 };
 
+static void write_range(const SearchProblem& p, int64_t g, int best) {
+    p.best_min[g] = p.min_vals[g] * p.factors[best];
+    p.best_max[g] = p.max_vals[g] * p.factors[best];
+}
+
+// How many factors are tried: `patience` of them in a row without an improvement end the search.
+static int steps_taken(const SearchProblem& p, const Improved& improved) {
+    int idle = 0;
+    for (int i = 1; i < p.num_factors; ++i) {
+        idle = improved[i].load() ? 0 : idle + 1;
+        if (p.patience > 0 && idle >= p.patience) return i + 1;
+    }
+    return p.num_factors;
+}
+
 static void search_in_tiles(const SearchProblem& p, int threads) {
-    const int64_t size = p.values.group_size(), count = p.num_factors;
+    const int64_t size = p.values.group_size(), count = p.num_factors, groups = p.values.groups();
     const int64_t tiles = (size + WHOLE_GROUP - 1) / WHOLE_GROUP;
-    std::vector<double> parts(tiles * count);
-    for (int64_t g = 0; g < p.values.groups(); ++g) {
+    std::vector<double> parts(tiles * count), errors(groups * count, 0.0);
+    for (int64_t g = 0; g < groups; ++g) {
         parallel_for(tiles, 4, threads, [&](int64_t begin, int64_t end) {
             Searcher searcher(p);
             for (int64_t t = begin; t < end; ++t) {
@@ -173,29 +186,50 @@ static void search_in_tiles(const SearchProblem& p, int threads) {
                               parts.data() + t * count);
             }
         });
+        for (int64_t t = 0; t < tiles; ++t) {  // in the order of the tiles, whoever computed them
+            for (int64_t i = 0; i < count; ++i) errors[g * count + i] += parts[t * count + i];
+        }
+    }
+    Improved improved(count);
+    const double margin = Searcher(p).margin;
+    auto choose = [&](int64_t g, int among) {
         int best = 0;
         double best_error = NO_LIMIT;
-        for (int64_t i = 0; i < count; ++i) {
-            double total = 0;  // in the order of the tiles, whoever computed them
-            for (int64_t t = 0; t < tiles; ++t) total += parts[t * count + i];
-            if (total < best_error * (p.format.scale == ScaleType::e8m0 ? 1 - 2e-6 : 1)) {
-                best_error = total;
-                best = int(i);
-                p.improved[i] = 1;
+        for (int i = 0; i < among; ++i) {
+            if (errors[g * count + i] < best_error * margin) {
+                best_error = errors[g * count + i];
+                best = i;
+                improved[i].store(true);
             }
         }
-        Searcher(p).write(g, best);
-    }
+        return best;
+    };
+    for (int64_t g = 0; g < groups; ++g) choose(g, int(count));
+    const int steps = steps_taken(p, improved);
+    for (int64_t g = 0; g < groups; ++g) write_range(p, g, choose(g, steps));
 }
 
 static void search(const SearchProblem& problem, int threads) {
     SearchProblem p = problem;
     if (p.weights == nullptr) p.values = merged(p.values);
-    const int64_t size = p.values.group_size();
+    const int64_t size = p.values.group_size(), groups = p.values.groups();
     if (size > WHOLE_GROUP) return search_in_tiles(p, threads);
-    parallel_for(p.values.groups(), std::max<int64_t>(1, (1 << 16) / size), threads,
-                 [&](int64_t begin, int64_t end) {
-                     Searcher searcher(p);
-                     for (int64_t g = begin; g < end; ++g) searcher.search_whole(g);
-                 });
+    const int64_t grain = std::max<int64_t>(1, (1 << 16) / size);
+    Improved improved(p.num_factors);
+    parallel_for(groups, grain, threads, [&](int64_t begin, int64_t end) {
+        Searcher searcher(p);
+        for (int64_t g = begin; g < end; ++g) {
+            // until the last group was searched, the place of the factor is all that is noted
+            p.best_min[g] = float(searcher.search_whole(g, p.num_factors, improved));
+        }
+    });
+    const int steps = steps_taken(p, improved);
+    parallel_for(groups, grain, threads, [&](int64_t begin, int64_t end) {
+        Searcher searcher(p);
+        for (int64_t g = begin; g < end; ++g) {
+            const int best = int(p.best_min[g]);
+            // a factor that should not have been tried any more: choose again without those
+            write_range(p, g, best < steps ? best : searcher.search_whole(g, steps, improved));
+        }
+    });
 }
