@@ -4,7 +4,7 @@ Rows of llm-compressor's own observers stand beside ours, from the same run: the
 the same calibration tokens, the same evaluation. Weights are reconstructed from the parameters that
 an observer returns and put into an fp32 model; nothing else is quantized.
 
-    python benchmarks/quality.py MODEL --text FILE [--group 64] [--json FILE]
+    python benchmarks/quality.py MODEL --text FILE [--groups 64,32] [--json FILE]
     python benchmarks/quality.py MODEL --own-samples      # text that the model itself writes
 """
 
@@ -150,7 +150,7 @@ def main() -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--text", type=Path)
     source.add_argument("--own-samples", action="store_true")
-    parser.add_argument("--group", type=int, default=64)
+    parser.add_argument("--groups", default="64,32")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -169,11 +169,10 @@ def main() -> None:
     perplexity, _, reference = evaluate(model, held_out, None)
     print(f"{options.model.name}: {len(layers)} layers, perplexity {perplexity:.3f} in bf16")
     formats: dict[str, QuantizationArgs] = {
-        f"int4 group {options.group}": QuantizationArgs(
-            num_bits=4, strategy="group", group_size=options.group
-        ),
-        "NVFP4": preset_name_to_scheme("NVFP4A16", ["Linear"]).weights,
+        f"int4 group {size}": QuantizationArgs(num_bits=4, strategy="group", group_size=int(size))
+        for size in options.groups.split(",")
     }
+    formats["NVFP4"] = preset_name_to_scheme("NVFP4A16", ["Linear"]).weights
     results = []
     for format_name, args in formats.items():
         for row in ROWS:

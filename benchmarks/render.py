@@ -53,12 +53,40 @@ def quality_table(found: dict) -> str:
     return "\n".join(lines)
 
 
+def negative_scales_table(found: dict) -> str:
+    scales = found["scales"]["negative"]
+    lines = [
+        f"{found['model']}, int4 group {found['group size']}: {scales['negative scales']:,} of "
+        f"{scales['scales']:,} scales are negative. Relative squared error "
+        f"{scales['relative squared error']:.6f}, and "
+        f"{found['scales']['positive']['relative squared error']:.6f} with positive scales only. "
+        f"Log-probabilities of {found['evaluated']}; mean / largest difference.",
+        "",
+        "| server | scales | type | weights off by | packed from dense | dense from transformers |",
+        "|---|---|---|---|---|---|",
+    ]
+    for key, r in found["transformers"].items():
+        kind, dtype = key.split()
+        lines.append(f"| transformers | {kind} | {dtype} | {r['weights']:g} | {r['logits']:g} | |")
+    for key, r in found["vllm"].items():
+        kind, dtype = key.split()
+        packed, noise = (
+            f"{r[pair]['mean']:.4f} / {r[pair]['max']:.3f}"
+            for pair in ("vllm dense", "of the dense ones")
+        )
+        lines.append(f"| vLLM | {kind} | {dtype} | {r['weights']:g} | {packed} | {noise} |")
+    return "\n".join(lines)
+
+
+TABLES = {"speed": speed_table, "quality": quality_table, "negative": negative_scales_table}
+
+
 def main() -> None:
     page = HERE / "README.md"
     text = page.read_text(encoding="utf-8")
     for path in sorted((HERE / "results").glob("*.json")):
         found = json.loads(path.read_text(encoding="utf-8"))
-        table = quality_table(found) if "model" in found else speed_table(found)
+        table = TABLES[path.stem.partition("-")[0]](found)
         start = START.format(path.stem)
         if start not in text:
             text += f"\n{start}\n{END}\n"
