@@ -96,7 +96,7 @@ struct Errors {
     const OptimalProblem& p;
     Rounding rounding;
     Power power{2.0f};
-    ErrorSum sum_errors;
+    ErrorSums sums;
     View weights;
     int64_t g;
     int threads;
@@ -106,7 +106,7 @@ struct Errors {
     Errors(const OptimalProblem& problem, int threads_)
         : p(problem),
           rounding(problem.format),
-          sum_errors(error_sum_for(problem.format.is_int, problem.weights != nullptr, 2.0f)),
+          sums(error_sums_for(problem.format.is_int, problem.weights != nullptr, 2.0f)),
           weights(weight_view(problem.values, problem.weights, problem.weight_stride)),
           threads(threads_) {}
 
@@ -157,8 +157,9 @@ struct Errors {
         double total[3] = {};
         const double square = scale * scale;
         each(total, [&](const Group& group, double* out) {
-            out[0] += square * sum_errors(group.x.data(), w(group), group.padded, rounding,
-                                          float(1 / scale), zero_point, power, limit / square, LOOK_EVERY);
+            out[0] += square * sums.one(group.x.data(), w(group), group.padded, rounding,
+                                        float(1 / scale), zero_point, power, limit / square,
+                                        LOOK_EVERY);
         });
         return total[0];
     }

@@ -20,11 +20,11 @@ struct Rounding {
           magic(1.5f * float(1 << (23 - f.mantissa))) {}
 };
 
-// Sum of weight * |y - round(y)|^norm, or something larger than `limit` as soon as it is exceeded.
+// Sums of weight * |y - round(y)|^norm.
 template <bool INT, int NORM, bool WEIGHTED>
-static double error_sum(const float* x, const float* w, int64_t n, const Rounding& r, float inverse,
-                        float zero_point, const Power& power, double limit, int64_t check_every) {
-    auto error = [&](int64_t i) {
+struct ErrorKernel {
+    static vf error(const float* x, const float* w, int64_t i, const Rounding& r, float inverse,
+                    float zero_point, const Power& power) {
         const vf y = load(x + i) * inverse + zero_point;
         const vf c = vmin(vmax(y, splat(r.qmin)), splat(r.qmax));
         const vf q = INT ? round_int(c) : round_float(c, r.smallest_normal, r.magic);
@@ -36,37 +36,62 @@ static double error_sum(const float* x, const float* w, int64_t n, const Roundin
         else e = power(vabs(d));
         if constexpr (WEIGHTED) e *= load(w + i);
         return e;
-    };
-    double total = 0;
-    for (int64_t begin = 0; begin < n; begin += check_every) {
-        const int64_t end = std::min(n, begin + check_every);
-        vf first = {}, second = {};  // two sums, so that one need not wait for the other
-        int64_t i = begin;
-        for (; i + 2 * LANES <= end; i += 2 * LANES) {
-            first += error(i);
-            second += error(i + LANES);
-        }
-        if (i < end) first += error(i);
-        total += sum(first + second);
-        if (total > limit) break;
     }
-    return total;
-}
 
-using ErrorSum = double (*)(const float*, const float*, int64_t, const Rounding&, float, float,
-                            const Power&, double, int64_t);
+    static float part(const float* x, const float* w, int64_t n, const Rounding& r, float inverse,
+                      float zero_point, const Power& power) {
+        vf first = {}, second = {};  // two sums, so that one need not wait for the other
+        int64_t i = 0;
+        for (; i + 2 * LANES <= n; i += 2 * LANES) {
+            first += error(x, w, i, r, inverse, zero_point, power);
+            second += error(x, w, i + LANES, r, inverse, zero_point, power);
+        }
+        if (i < n) first += error(x, w, i, r, inverse, zero_point, power);
+        return sum(first + second);
+    }
+
+    // Of one candidate; or something larger than `limit` as soon as it is exceeded.
+    static double one(const float* x, const float* w, int64_t n, const Rounding& r, float inverse,
+                      float zero_point, const Power& power, double limit, int64_t check_every) {
+        double total = 0;
+        for (int64_t begin = 0; begin < n && total <= limit; begin += check_every) {
+            total += part(x + begin, WEIGHTED ? w + begin : nullptr,
+                          std::min(check_every, n - begin), r, inverse, zero_point, power);
+        }
+        return total;
+    }
+
+    // Of many candidates, for a short group: no branch that could be guessed wrongly in between.
+    static void many(const float* x, const float* w, int64_t n, const Rounding& r,
+                     const float* inverse, const float* zero_points, int count, const Power& power,
+                     float* sums) {
+        for (int c = 0; c < count; ++c) {
+            sums[c] = part(x, w, n, r, inverse[c], zero_points[c], power);
+        }
+    }
+};
+
+struct ErrorSums {
+    double (*one)(const float*, const float*, int64_t, const Rounding&, float, float, const Power&,
+                  double, int64_t);
+    void (*many)(const float*, const float*, int64_t, const Rounding&, const float*, const float*,
+                 int, const Power&, float*);
+};
 
 template <bool INT, bool WEIGHTED>
-static ErrorSum error_sum_for(float norm) {
-    if (norm == 1.0f) return error_sum<INT, 1, WEIGHTED>;
-    if (norm == 2.0f) return error_sum<INT, 2, WEIGHTED>;
-    if (norm == 3.0f) return error_sum<INT, 3, WEIGHTED>;
-    return error_sum<INT, 0, WEIGHTED>;
+static ErrorSums error_sums_for(float norm) {
+#define STEELYARD_SUMS(NORM) \
+    ErrorSums { ErrorKernel<INT, NORM, WEIGHTED>::one, ErrorKernel<INT, NORM, WEIGHTED>::many }
+    if (norm == 1.0f) return STEELYARD_SUMS(1);
+    if (norm == 2.0f) return STEELYARD_SUMS(2);
+    if (norm == 3.0f) return STEELYARD_SUMS(3);
+    return STEELYARD_SUMS(0);
+#undef STEELYARD_SUMS
 }
 
-static ErrorSum error_sum_for(bool is_int, bool weighted, float norm) {
-    if (is_int) return weighted ? error_sum_for<true, true>(norm) : error_sum_for<true, false>(norm);
-    return weighted ? error_sum_for<false, true>(norm) : error_sum_for<false, false>(norm);
+static ErrorSums error_sums_for(bool is_int, bool weighted, float norm) {
+    if (is_int) return weighted ? error_sums_for<true, true>(norm) : error_sums_for<true, false>(norm);
+    return weighted ? error_sums_for<false, true>(norm) : error_sums_for<false, false>(norm);
 }
 
 using Improved = std::vector<std::atomic<bool>>;  // per factor: whether any group improved there
@@ -75,10 +100,10 @@ struct Searcher {
     const SearchProblem& p;
     Rounding rounding;
     Power power;
-    ErrorSum sum_errors;
+    ErrorSums sums;
     View weights;
     Group group;
-    std::vector<float> factors, effective, zero_points, powers;
+    std::vector<float> factors, effective, inverse, zero_points, powers, found;
     // Halving a power-of-two scale often changes no reconstructed value at all. Such a tie must stay
     // one, though the power is only accurate to 1e-6.
     const double margin;
@@ -89,7 +114,7 @@ struct Searcher {
         : p(problem),
           rounding(problem.format),
           power(problem.norm),
-          sum_errors(error_sum_for(problem.format.is_int, problem.weights != nullptr, problem.norm)),
+          sums(error_sums_for(problem.format.is_int, problem.weights != nullptr, problem.norm)),
           weights(weight_view(problem.values, problem.weights, problem.weight_stride)),
           margin(problem.format.scale == ScaleType::e8m0 ? 1 - 2e-6 : 1) {
         const size_t padded = (p.num_factors + LANES - 1) / LANES * LANES;
@@ -97,7 +122,9 @@ struct Searcher {
         std::copy(p.factors, p.factors + p.num_factors, factors.begin());
         effective.resize(padded);
         zero_points.assign(padded, 0.0f);
+        inverse.resize(padded);
         powers.resize(padded);
+        found.resize(padded);
         step.resize(padded);
     }
 
@@ -116,6 +143,10 @@ struct Searcher {
             zero_points[distinct] = zero_points[i];
             step[distinct++] = i;
         }
+        for (int i = 0; i < distinct; ++i) {
+            inverse[i] = group.unit == 1.0 ? 1.0f / effective[i]
+                                           : float(1.0 / (double(effective[i]) * group.unit));
+        }
         // scale^norm, relative to the first candidate's
         const float first = 1.0f / effective[0];
         for (int i = 0; i < distinct; i += LANES) {
@@ -126,21 +157,24 @@ struct Searcher {
     }
 
     double error(int i, double limit) {
-        const float inverse = group.unit == 1.0 ? 1.0f / effective[i]
-                                                : float(1.0 / (double(effective[i]) * group.unit));
-        return sum_errors(group.x.data(), group.w.data(), group.padded, rounding, inverse,
-                          zero_points[i], power, limit, CHECK_EVERY);
+        return sums.one(group.x.data(), group.w.data(), group.padded, rounding, inverse[i],
+                        zero_points[i], power, limit, CHECK_EVERY);
     }
 
     // The first best of `count` factors.
     int search_whole(int64_t g, int count, Improved& improved) {
         select(g, 0, p.values.group_size());
+        const bool together = group.padded <= CHECK_EVERY;
+        if (together) {
+            sums.many(group.x.data(), group.w.data(), group.padded, rounding, inverse.data(),
+                      zero_points.data(), distinct, power, found.data());
+        }
         int best = 0;
         double best_error = NO_LIMIT;
         for (int i = 0; i < distinct && step[i] < count; ++i) {
-            const double found = error(i, best_error / powers[i]) * powers[i];
-            if (found < best_error * margin) {
-                best_error = found;
+            const double sum = together ? found[i] : error(i, best_error / powers[i]);
+            if (sum * powers[i] < best_error * margin) {
+                best_error = sum * powers[i];
                 best = step[i];
                 improved[best].store(true, std::memory_order_relaxed);
             }

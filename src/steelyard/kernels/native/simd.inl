@@ -50,6 +50,43 @@ static inline vf round_float(vf a, float smallest_normal, float magic) {
 
 // a^power for a >= 0; zero stays (nearly) zero. Built once per power, since that goes into the
 // coefficients. The relative error is below 1e-6 and alternates, so that it averages out in a sum.
+#if defined(__AVX512F__)
+// Sixteen entries of a table fit in a register: 1 / c, log2(c) for c near the mantissa, 2^(i / 16).
+struct Power {
+    float inverse[16], log2_of[16], exp2_of[16], log2_c[3], power;
+
+    explicit Power(float p) : power(p) {
+        static constexpr double LOG2_C[3] = {1.4426949415166461, -0.7216213251776091, 0.48127169509464074};
+        for (int i = 0; i < 16; ++i) {
+            inverse[i] = float(1 / (1 + (i + 0.5) / 16));
+            log2_of[i] = float(-std::log2(double(inverse[i])) * p);
+            exp2_of[i] = float(std::exp2(i / 16.0));
+        }
+        for (int i = 0; i < 3; ++i) log2_c[i] = float(LOG2_C[i] * p);
+    }
+
+    vf operator()(vf a) const {
+        constexpr float EXP2_C[3] = {0.9999999977068046f, 0.693187833758281f, 0.2402382480422087f};
+        const __m512 v = (__m512)vmax(a, splat(1e-30f));
+        const vf exponent = (vf)_mm512_getexp_ps(v);
+        const vf mantissa = (vf)_mm512_getmant_ps(v, _MM_MANT_NORM_1_2, _MM_MANT_SIGN_src);
+        const __m512i place = (__m512i)((vi)v >> 19);  // only four bits of it count
+        const vf t = mantissa * at(inverse, place) - 1.0f;
+        const vf logarithm = (log2_c[2] * t + log2_c[1]) * t + log2_c[0];
+        const vf x = logarithm * t + (exponent * power + at(log2_of, place));
+        const vf shifted = x + 786432.0f;  // 1.5 * 2^19: the last bits count sixteenths
+        const vf whole = shifted - 786432.0f;
+        const vf f = x - whole;
+        const vf q = ((EXP2_C[2] * f + EXP2_C[1]) * f + EXP2_C[0]) * at(exp2_of, (__m512i)shifted);
+        return (vf)_mm512_scalef_ps((__m512)q, (__m512)whole);
+    }
+
+  private:
+    static vf at(const float* table, __m512i place) {
+        return (vf)_mm512_permutexvar_ps(place, _mm512_loadu_ps(table));
+    }
+};
+#else
 struct Power {
     float log2_c[8], power;
 
@@ -77,20 +114,12 @@ struct Power {
         constexpr float C[6] = {1.0000001192092896f,   0.6931471824645996f,
                                 0.2402210682630539f,   0.05550327152013779f,
                                 0.009676037356257439f, 0.0013400432653725147f};
-#if defined(__AVX512F__)
-        const __m512 whole = _mm512_roundscale_ps((__m512)x, 0);
-        const vf fraction = x - (vf)whole;
-#else
         x = vmax(x, splat(-126.0f));
         const vf shifted = x + 12582912.0f;
         const vf fraction = x - (shifted - 12582912.0f);
-#endif
         vf q = splat(C[5]);
         for (int i = 4; i >= 0; --i) q = q * fraction + C[i];
-#if defined(__AVX512F__)
-        return (vf)_mm512_scalef_ps((__m512)q, whole);
-#else
         return (vf)((vi)q + ((vi)shifted << 23));
-#endif
     }
 };
+#endif
