@@ -251,6 +251,16 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results/speed.json")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
+    environment = {
+        "machine": {"processor": processor(), "cores": os.cpu_count()},
+        "versions": {
+            "steelyard": steelyard.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            **kernels.info(),
+        },
+        "rows": options.rows,
+    }
     results: list[Result] = []
     for threads in map(int, options.threads.split(",")):
         torch.set_num_threads(threads)
@@ -274,24 +284,12 @@ def main() -> None:
         results += activation_results(threads)
     memory = memory_results(options.rows)
     options.json.parent.mkdir(exist_ok=True)
-    options.json.write_text(
-        json.dumps(
-            {
-                "machine": {"processor": processor(), "cores": os.cpu_count()},
-                "versions": {
-                    "steelyard": steelyard.__version__,
-                    "torch": torch.__version__,
-                    "python": platform.python_version(),
-                    **kernels.info(),
-                },
-                "rows": options.rows,
-                "results": [{**asdict(r), "ratio": r.ratio} for r in results],
-                "memory": memory,
-            },
-            indent=1,
-        )
-        + "\n"
-    )
+    outcome = {
+        **environment,
+        "results": [{**asdict(r), "ratio": r.ratio} for r in results],
+        "memory": memory,
+    }
+    options.json.write_text(json.dumps(outcome, indent=1) + "\n")
 
 
 def processor() -> str:

@@ -10,12 +10,18 @@ import difflib
 from collections.abc import Iterable
 
 __all__ = [
+    "CalibrationError",
+    "CheckpointError",
+    "DataError",
     "FusionError",
     "ImportanceError",
     "ImportanceWarning",
     "NoStatisticsError",
     "NonFiniteError",
     "OptionError",
+    "PipelineError",
+    "PlanError",
+    "RecipeError",
     "StatisticsError",
     "SteelyardError",
     "StrategyError",
@@ -58,6 +64,30 @@ class ImportanceError(SteelyardError, ValueError):
 
 class ImportanceWarning(UserWarning):
     """Importance is unusable; the search weighs every column alike."""
+
+
+class RecipeError(SteelyardError, ValueError):
+    """A recipe that cannot be understood."""
+
+
+class PlanError(SteelyardError, ValueError):
+    """A recipe that does not fit the model; nothing was done."""
+
+
+class DataError(SteelyardError, ValueError):
+    """Calibration data that is missing or cannot be read."""
+
+
+class CalibrationError(SteelyardError, RuntimeError):
+    """Modules that calibration did not reach."""
+
+
+class PipelineError(SteelyardError, RuntimeError):
+    """A model that cannot be run the way that was asked for."""
+
+
+class CheckpointError(SteelyardError, ValueError):
+    """A checkpoint that cannot be read or written, or that is not what it should be."""
 
 
 class UnknownNameError(SteelyardError, KeyError, ValueError):

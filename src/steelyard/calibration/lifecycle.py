@@ -1,0 +1,147 @@
+"""The lifecycle of calibration, as a context manager.
+
+    with Calibration(layer) as calibration:
+        for batch in data:
+            layer(batch)
+        calibration.finish()
+
+On entry observers and hooks are put on every module of `layer` that has a scheme; `finish` observes
+the weights, links what the server fuses and computes all parameters. On exit no observer and no
+hook is left, and a module whose calibration did not finish is as it was before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import TracebackType
+
+from compressed_tensors.quantization import disable_quantization, enable_quantization
+from torch.nn import Module
+from torch.utils.hooks import RemovableHandle
+
+from steelyard.calibration.hooks import register_hooks
+from steelyard.calibration.steps import (
+    ACTIVATIONS,
+    BASE_NAMES,
+    apply_calibration_status,
+    freeze_module_quantization,
+    initialize_observer,
+    observe,
+    observer_of,
+    remove_observers,
+    update_qparams,
+)
+from steelyard.observers import Observer, fuse_weight_observers
+
+__all__ = ["Calibration", "observed_tokens"]
+
+
+class Calibration:
+    """Observers on all modules of `root` that have a scheme.
+
+    prefix:  the name of `root` within its model, for messages
+    without: a module within `root` whose own modules are left out
+    """
+
+    def __init__(self, root: Module, prefix: str = "", without: Module | None = None) -> None:
+        self.root = root
+        left_out = set() if without is None else set(without.modules())
+        self.modules: dict[str, Module] = {
+            f"{prefix}.{name}".strip("."): module
+            for name, module in root.named_modules()
+            if getattr(module, "quantization_scheme", None) is not None and module not in left_out
+        }
+        self._handles: list[RemovableHandle] = []
+        self._before: dict[str, tuple[object, bool]] = {}
+        self._finished = False
+
+    def __enter__(self) -> Calibration:
+        try:
+            for name, module in self.modules.items():
+                self._before[name] = (
+                    getattr(module, "quantization_status", None),
+                    getattr(module, "quantization_enabled", True),
+                )
+                attention = hasattr(module, "kv_cache") or hasattr(module, "impl")
+                for base_name in _states(module) if attention else ("weight", "input", "output"):
+                    initialize_observer(module, base_name)
+                    observer = observer_of(module, base_name)
+                    if observer is not None:
+                        observer.module_name = name
+                self._handles += register_hooks(module)
+                apply_calibration_status(module)
+                disable_quantization(module)
+            fuse_weight_observers(self.root)
+        except BaseException:
+            self._clean()
+            raise
+        return self
+
+    def observers(self) -> Iterator[tuple[str, str, Observer]]:
+        """Yield module name, base name and observer."""
+        for name, module in self.modules.items():
+            for base_name in BASE_NAMES:
+                observer = observer_of(module, base_name)
+                if observer is not None:
+                    yield name, base_name, observer
+
+    def unseen(self) -> list[str]:
+        """Return the modules whose activations should have been observed and were not."""
+        return list(
+            dict.fromkeys(
+                name
+                for name, base_name, observer in self.observers()
+                if base_name in ACTIVATIONS and not observer.has_statistics
+            )
+        )
+
+    def finish(self) -> None:
+        """Compute every parameter; activations that were not seen keep none."""
+        works = [
+            work for _, _, observer in self.observers() for work in observer.sync_activation_stats()
+        ]
+        for work in works:
+            work.wait()
+        for module in self.modules.values():
+            observe(module, "weight")
+        for module in self.modules.values():
+            update_qparams(module, BASE_NAMES)
+        self._finished = True
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._clean()
+
+    def _clean(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for name, module in self.modules.items():
+            remove_observers(module)
+            for gathered in ("_imatrix_sum", "_imatrix_count"):
+                module.__dict__.pop(gathered, None)
+            if self._finished:
+                freeze_module_quantization(module)
+                enable_quantization(module)
+            elif name in self._before:
+                status, enabled = self._before[name]
+                module.quantization_enabled = enabled
+                if status is None:
+                    module.__dict__.pop("quantization_status", None)
+                else:
+                    module.quantization_status = status
+
+
+def _states(module: Module) -> tuple[str, ...]:
+    states = ("k", "v") if hasattr(module, "kv_cache") else ()
+    return ("q", *states) if hasattr(module, "impl") else states
+
+
+def observed_tokens(module: Module) -> int:
+    """Return the most tokens that any observer on `module` has seen."""
+    counts = [observer_of(module, b) for b in ACTIVATIONS]
+    return max((o.num_observed_tokens for o in counts if o is not None), default=0)

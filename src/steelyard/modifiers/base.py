@@ -1,0 +1,52 @@
+"""The base of all modifiers: a strict model of their options, and a registry of their names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar
+
+from compressed_tensors.quantization import QuantizationConfig
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from steelyard.registry import Registry
+
+__all__ = ["Modifier"]
+
+Class = TypeVar("Class", bound="type[Modifier]")
+
+
+class Modifier(BaseModel):
+    """One step of a recipe.
+
+    targets, ignore: module names, class names, or `re:` and a regular expression
+    """
+
+    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+
+    registry: ClassVar[Registry[type[Modifier]]] = Registry("modifier")
+
+    targets: list[str] = Field(default_factory=lambda: ["Linear"])
+    ignore: list[str] = Field(default_factory=list)
+
+    @field_validator("targets", "ignore", mode="before")
+    @classmethod
+    def _one_is_a_list_of_one(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    @classmethod
+    def register(cls, name: str) -> Callable[[Class], Class]:
+        return Modifier.registry.register(name)  # type: ignore[return-value]
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether calibration data must flow through the model."""
+        return False
+
+    @property
+    def propagates_error(self) -> bool:
+        """Whether a layer must see what the quantized layers before it give."""
+        return False
+
+    def quantization_config(self) -> QuantizationConfig | None:
+        """Return what is to be quantized and how, or None for a modifier that quantizes nothing."""
+        return None

@@ -1,0 +1,140 @@
+"""The options of `QuantizationModifier`, and the configuration that they amount to."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+from compressed_tensors.quantization import (
+    DynamicType,
+    QuantizationArgs,
+    QuantizationConfig,
+    QuantizationScheme,
+    QuantizationStatus,
+    is_preset_scheme,
+    preset_name_to_scheme,
+)
+from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
+from pydantic import Field, field_validator, model_validator
+
+from steelyard.errors import nearest
+from steelyard.modifiers.base import Modifier
+from steelyard.modifiers.quantization.observers import ObserverChoice, with_observers
+from steelyard.observers import Observer
+
+__all__ = ["QuantizationModifier"]
+
+
+@Modifier.register("QuantizationModifier")
+class QuantizationModifier(Modifier):
+    """Quantize weights, activations and the KV cache with the scales that observers find.
+
+    One of `scheme` and `config_groups` says how; `kv_cache_scheme` may stand alone.
+    """
+
+    scheme: str | dict[str, list[str]] | None = Field(
+        default=None,
+        description="a preset of compressed-tensors such as W4A16, or presets with their targets",
+    )
+    config_groups: dict[str, QuantizationScheme] | None = None
+    kv_cache_scheme: QuantizationArgs | None = None
+    weight_observer: ObserverChoice | None = None
+    input_observer: ObserverChoice | None = None
+    output_observer: ObserverChoice | None = None
+    activation_observer: ObserverChoice | None = Field(
+        default=None, description="for inputs, outputs and attention states alike"
+    )
+    observer: dict[str, ObserverChoice] | None = Field(
+        default=None, description="the three at once: weights, input, output"
+    )
+    bypass_divisibility_checks: bool = False
+
+    @field_validator("scheme", mode="before")
+    @classmethod
+    def _is_a_preset(cls, value: Any) -> Any:
+        names = [value] if isinstance(value, str) else list(value or ())
+        for name in names:
+            if isinstance(name, str) and not is_preset_scheme(name):
+                raise ValueError(
+                    f"there is no scheme {name!r}: {nearest(name.upper(), PRESET_SCHEMES)}"
+                )
+        if isinstance(value, dict):
+            return {k: [v] if isinstance(v, str) else v for k, v in value.items()}
+        return value
+
+    @field_validator("observer")
+    @classmethod
+    def _names_a_value(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        for key in value or ():
+            if key not in ("weights", "input", "output"):
+                raise ValueError(
+                    f"no observer can be chosen for {key!r}: "
+                    f"{nearest(key, ('weights', 'input', 'output'))}"
+                )
+        return value
+
+    @model_validator(mode="after")
+    def _says_how(self) -> QuantizationModifier:
+        if self.scheme is not None and self.config_groups is not None:
+            raise ValueError("give either scheme or config_groups, not both")
+        if self.scheme is None and not self.config_groups and self.kv_cache_scheme is None:
+            raise ValueError("give one of scheme, config_groups and kv_cache_scheme")
+        self.config  # noqa: B018  # what it refuses is to be refused here
+        return self
+
+    @cached_property
+    def config(self) -> QuantizationConfig:
+        groups: dict[str, QuantizationScheme] = {}
+        if self.scheme is not None:
+            by_name = {self.scheme: self.targets} if isinstance(self.scheme, str) else self.scheme
+            for i, (name, targets) in enumerate(by_name.items()):
+                groups[f"group_{i}"] = preset_name_to_scheme(name, targets)
+        else:
+            groups = dict(self.config_groups or {})
+        groups = {name: with_observers(scheme, *self._choices()) for name, scheme in groups.items()}
+        return QuantizationConfig(
+            config_groups=groups,
+            kv_cache_scheme=self._kv_cache_args(),
+            quantization_status=QuantizationStatus.INITIALIZED,
+            ignore=self.ignore,
+        )
+
+    def quantization_config(self) -> QuantizationConfig:
+        return self.config
+
+    @property
+    def needs_data(self) -> bool:
+        if self.config.kv_cache_scheme is not None:
+            return True
+        return any(_needs_data(scheme) for scheme in self.config.config_groups.values())
+
+    def _choices(
+        self,
+    ) -> tuple[ObserverChoice | None, ObserverChoice | None, ObserverChoice | None]:
+        both = self.observer or {}
+        return (
+            both.get("weights", self.weight_observer),
+            both.get("input", self.input_observer or self.activation_observer),
+            both.get("output", self.output_observer or self.activation_observer),
+        )
+
+    def _kv_cache_args(self) -> QuantizationArgs | None:
+        args = self.kv_cache_scheme
+        if args is None or self.activation_observer is None or args.dynamic is True:
+            return args
+        chosen = self.activation_observer
+        return args.model_copy(
+            update={"observer": chosen.name, "observer_kwargs": dict(chosen.options)}
+        )
+
+
+def _needs_data(scheme: QuantizationScheme) -> bool:
+    weights = scheme.weights
+    if weights is not None and weights.observer is not None:
+        observer = Observer.get_value_from_registry(weights.observer)
+        if getattr(observer, "needs_importance", False):
+            return True
+    return any(
+        args is not None and args.dynamic in (False, DynamicType.LOCAL)
+        for args in (scheme.input_activations, scheme.output_activations)
+    )

@@ -1,0 +1,263 @@
+"""What a recipe would do to a model, known before any work is done.
+
+Every module that holds a weight is either to be quantized or is listed with the reason why not.
+What cannot work (a group size that does not divide, a target that matches nothing, a layer that the
+server fuses with one that is left alone) is an error here, not after hours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
+from compressed_tensors.utils.match import is_match, match_targets
+from torch.nn import Embedding, Linear, Module
+
+from steelyard.checkpoint.layout import expected_tensors, format_of
+from steelyard.errors import PlanError
+from steelyard.observers.fusion import FUSED_LAYER_NAMES
+
+__all__ = ["Left", "Plan", "Planned", "make_plan"]
+
+# Layers that tensor parallelism cuts along their input.
+_ROW_PARALLEL = ("o_proj", "down_proj", "out_proj", "dense", "w2", "fc2", "wo")
+_PARALLEL = (2, 4, 8)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A module that will be quantized."""
+
+    name: str
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    scheme: QuantizationScheme
+    group: str
+
+    @property
+    def stored_bytes(self) -> int:
+        needed = expected_tensors(self.scheme, self.shape, self.dtype)
+        return sum(_bytes(dtype, shape) for dtype, shape in needed.values())
+
+
+@dataclass(frozen=True)
+class Left:
+    """A weight that stays as it is, and why."""
+
+    name: str
+    shape: tuple[int, ...]
+    nbytes: int
+    reason: str
+
+
+@dataclass
+class Plan:
+    """Which modules are quantized and how, which are left and why, and what that amounts to."""
+
+    config: QuantizationConfig
+    quantized: list[Planned] = field(default_factory=list)
+    attention: list[str] = field(default_factory=list)
+    left: list[Left] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    source_bytes: int = 0
+    small_bytes: int = 0  # norms, biases and the like
+
+    @property
+    def output_bytes(self) -> int:
+        kept = sum(left.nbytes for left in self.left) + self.small_bytes
+        return kept + sum(planned.stored_bytes for planned in self.quantized)
+
+    def require(self) -> None:
+        """Raise if anything in the plan cannot work."""
+        if self.errors:
+            lines = "\n".join(f"  - {error}" for error in self.errors)
+            raise PlanError(f"the recipe does not fit the model, and nothing was done:\n{lines}")
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.quantized)} modules quantized"]
+        for group in dict.fromkeys(p.group for p in self.quantized):
+            members = [p for p in self.quantized if p.group == group]
+            lines.append(f"  {group}: {len(members)} as {format_of(members[0].scheme)}")
+        if self.attention:
+            lines.append(f"{len(self.attention)} attention modules with quantized states")
+        for reason in dict.fromkeys(left.reason for left in self.left):
+            names = [left.name for left in self.left if left.reason == reason]
+            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            lines.append(f"left: {shown} ({reason})")
+        lines.append(f"{self.source_bytes / 1e9:.2f} GB -> {self.output_bytes / 1e9:.2f} GB")
+        lines += [f"warning: {warning}" for warning in self.warnings]
+        lines += [f"error: {error}" for error in self.errors]
+        return "\n".join(lines)
+
+
+def make_plan(model: Any, config: QuantizationConfig, check_divisibility: bool = True) -> Plan:
+    """Match `config` against the modules of a model, whose weights may be on the meta device."""
+    plan = Plan(config)
+    targets = {t: s for s in config.config_groups.values() for t in s.targets}
+    groups = {id(s): name for name, s in config.config_groups.items()}
+    matched: set[str] = set()
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        ignored = next((i for i in config.ignore if is_match(name, module, i)), None)
+        hits = list(match_targets(name, module, list(targets))) if targets else []
+        matched.update(hits)
+        if isinstance(module, (Linear, Embedding)) and hits and ignored is None:
+            scheme = targets[hits[0]]
+            if scheme.weights is None and scheme.input_activations is None:
+                continue
+            weight = module.weight
+            plan.quantized.append(
+                Planned(name, tuple(weight.shape), weight.dtype, scheme, groups[id(scheme)])
+            )
+        else:
+            plan.left += _left(name, module, hits, ignored)
+    if config.kv_cache_scheme is not None or targets:
+        plan.attention = _attention_modules(model, config)
+    taken = {p.name for p in plan.quantized} | {left.name for left in plan.left}
+    for name, parameter in model.named_parameters():
+        size = _bytes(parameter.dtype, tuple(parameter.shape))
+        plan.source_bytes += size
+        owner, _, leaf = name.rpartition(".")
+        if not (owner in taken and leaf == "weight") and name not in taken:
+            plan.small_bytes += size
+    for target in targets:
+        if target not in matched:
+            plan.errors.append(f"the target {target!r} matches no module: look at its spelling")
+    for pattern in config.ignore:
+        if not any(is_match(n, m, pattern) for n, m in modules.items()):
+            plan.warnings.append(f"{pattern!r} in ignore matches no module")
+    if not plan.quantized and not plan.attention:
+        plan.errors.append("nothing would be quantized")
+    plan.errors += _tied(model, plan)
+    plan.errors += _half_fused(modules, plan)
+    for planned in plan.quantized:
+        if check_divisibility:
+            plan.errors += _indivisible(planned)
+        plan.warnings += _indivisible_in_parallel(planned)
+    return plan
+
+
+def _left(name: str, module: Module, hits: list[str], ignored: str | None) -> Iterator[Left]:
+    for leaf, parameter in module._parameters.items():
+        if parameter is None or parameter.ndim < 2:
+            continue
+        whole = name if leaf == "weight" else f"{name}.{leaf}"
+        if parameter.ndim > 2:
+            reason = f"a {parameter.ndim}-D parameter; only 2-D weights of Linear are quantized"
+        elif ignored is not None:
+            reason = f"ignored by {ignored!r}"
+        elif hits:
+            reason = f"{type(module).__name__} is not a Linear or Embedding"
+        else:
+            reason = f"no target matches {type(module).__name__}"
+        yield Left(whole, tuple(parameter.shape), _bytes(parameter.dtype, parameter.shape), reason)
+
+
+def _attention_modules(model: Any, config: QuantizationConfig) -> list[str]:
+    from compressed_tensors.quantization.lifecycle import initialize
+    from compressed_tensors.utils.match import is_narrow_match
+
+    known = (
+        getattr(initialize, "is_cached_attention_module", None) or initialize.is_attention_module
+    )
+    found = []
+    for name, module in model.named_modules():
+        if not known(module):
+            continue
+        narrow = any(
+            is_match(name, module, t) and is_narrow_match(model, s.targets, name)
+            for s in config.config_groups.values()
+            for t in s.targets
+        )
+        if config.kv_cache_scheme is not None or narrow:
+            found.append(name)
+    return found
+
+
+def _tied(model: Any, plan: Plan) -> Iterator[str]:
+    tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    pairs = {(a.removesuffix(".weight"), b.removesuffix(".weight")) for a, b in tied.items()}
+    quantized = {p.name for p in plan.quantized}
+    for pair in pairs:
+        for name, other in (pair, pair[::-1]):
+            if name in quantized:
+                yield (
+                    f"{name} shares its weight with {other}; add it to ignore, or untie them "
+                    "(tie_word_embeddings=False) and save the model first"
+                )
+
+
+def _half_fused(modules: dict[str, Module], plan: Plan) -> Iterator[str]:
+    quantized = {p.name: p for p in plan.quantized}
+    for parent in dict.fromkeys(name.rpartition(".")[0] for name in quantized):
+        for names in FUSED_LAYER_NAMES:
+            paths = [f"{parent}.{n}".lstrip(".") for n in names]
+            present = [p for p in paths if p in modules]
+            taken = [p for p in present if p in quantized]
+            if not taken:
+                continue
+            missing = [p for p in present if p not in quantized]
+            if missing:
+                yield (
+                    f"{', '.join(taken)} would be quantized but {', '.join(missing)} would not, "
+                    "and the server fuses them: target them all, or ignore them all"
+                )
+            elif len({quantized[p].group for p in taken}) > 1:
+                yield (
+                    f"{', '.join(taken)} belong to different config groups, and the server fuses "
+                    "them: give them one"
+                )
+
+
+def _indivisible(planned: Planned) -> Iterator[str]:
+    rows, columns = planned.shape
+    for label, args in _args(planned.scheme):
+        if args.strategy in ("group", "tensor_group") and columns % (args.group_size or 1):
+            yield (
+                f"{planned.name}: {columns} columns cannot be cut into {label} groups of "
+                f"{args.group_size}; {_divisors(columns, args.group_size or 1)}, or ignore it"
+            )
+    weights = planned.scheme.weights
+    if weights is not None and weights.strategy == "block":
+        height, width = weights.block_structure
+        if columns % width:
+            yield (
+                f"{planned.name}: {columns} columns cannot be cut into blocks of {height} x "
+                f"{width}; choose another block_structure, or ignore it"
+            )
+
+
+def _indivisible_in_parallel(planned: Planned) -> Iterator[str]:
+    weights = planned.scheme.weights
+    if weights is None:
+        return
+    rows, columns = planned.shape
+    by_input = planned.name.rpartition(".")[2] in _ROW_PARALLEL
+    unit, size = (weights.group_size or 1, columns) if by_input else (1, rows)
+    if weights.strategy == "block":
+        unit = weights.block_structure[1 if by_input else 0]
+    bad = [n for n in _PARALLEL if size % unit == 0 and size % (n * unit)]
+    if bad:
+        side = "columns" if by_input else "rows"
+        yield (
+            f"{planned.name}: {size} {side} do not divide over {bad[0]} processes "
+            f"{f'in units of {unit} ' if unit > 1 else ''}under tensor parallelism"
+        )
+
+
+def _args(scheme: QuantizationScheme) -> list[tuple[str, QuantizationArgs]]:
+    pairs = [("weight", scheme.weights), ("input", scheme.input_activations)]
+    return [(label, args) for label, args in pairs if args is not None]
+
+
+def _divisors(columns: int, wanted: int) -> str:
+    fitting = [g for g in (16, 32, 64, 128, 256) if columns % g == 0 and g != wanted]
+    return f"{', '.join(map(str, fitting))} would fit" if fitting else "use strategy channel"
+
+
+def _bytes(dtype: torch.dtype, shape: Any) -> int:
+    return int(torch.Size(shape).numel() * dtype.itemsize)

@@ -1,0 +1,213 @@
+"""Handing a quantized model's tensors to a checkpoint, module by module.
+
+Tensors keep the names that the source has for them. What is not quantized is copied from the source
+as it is, also tensors that the model class does not know.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus
+from compressed_tensors.quantization.lifecycle.forward import forward_quantize
+from torch.nn import Module
+
+from steelyard.checkpoint import (
+    CheckpointInvalid,
+    CheckpointWriter,
+    Shards,
+    format_of,
+    quantization_config_dict,
+    stored_tensors,
+    validate_checkpoint,
+)
+from steelyard.observers.fusion import FUSED_LAYER_NAMES
+from steelyard.pipelines.plan import Plan
+from steelyard.pipelines.source import Source
+
+__all__ = ["Output", "weight_error"]
+
+
+def weight_error(module: Module) -> float | None:
+    """Return the squared error of the stored weight over the weight's sum of squares."""
+    scheme = module.quantization_scheme
+    if scheme.weights is None or not isinstance(getattr(module, "weight", None), torch.Tensor):
+        return None
+    weight = module.weight.data
+    stored = forward_quantize(module, weight, "weight", scheme.weights)
+    signal = float(weight.float().square().sum())
+    noise = float((stored.float() - weight.float()).square_().sum())
+    return noise / signal if signal else 0.0
+
+
+class Output:
+    """Where the tensors of a run go; without a folder, nowhere."""
+
+    def __init__(self, source: Source, writer: CheckpointWriter | None, tokenizer: Any) -> None:
+        self.source = source
+        self.writer = writer
+        self.tokenizer = tokenizer
+        self.done: set[str] = set()  # names in the source that are dealt with
+
+    @classmethod
+    @contextlib.contextmanager
+    def open(
+        cls, source: Source, folder: str | Path | None, overwrite: bool, tokenizer: Any
+    ) -> Iterator[Output]:
+        if folder is None:
+            yield cls(source, None, tokenizer)
+            return
+        origin = None if source.shards is None else source.shards.folder
+        with CheckpointWriter(folder, overwrite=overwrite, source=origin) as writer:
+            yield cls(source, writer, tokenizer)
+
+    def add(self, root: Module, prefix: str, without: Module | None) -> None:
+        """Write the quantized modules of `root`, and its other tensors if they lie in memory."""
+        if self.writer is None:
+            return
+        left_out = set() if without is None else set(without.modules())
+        for name, module in root.named_modules():
+            if module in left_out:
+                continue
+            path = f"{prefix}.{name}".strip(".")
+            parameters = {n: p.data for n, p in module._parameters.items() if p is not None}
+            if getattr(module, "quantization_scheme", None) is not None:
+                parameters = self._add_quantized(path, module, parameters)
+            for leaf, value in parameters.items():
+                self._add(f"{path}.{leaf}".strip("."), value)
+            self._release(module)
+
+    def _add_quantized(
+        self, path: str, module: Module, parameters: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Write what quantization made of a module; return what is left of its parameters."""
+        scheme = module.quantization_scheme
+        weight = parameters.pop("weight", None)
+        bias = {"bias": parameters.pop("bias")} if "bias" in parameters else {}
+        assert self.writer is not None
+        if weight is None:  # attention: scales of its states
+            for leaf, value in parameters.items():
+                if not (leaf.endswith("zero_point") and scheme.input_activations.symmetric):
+                    self.writer.add(self.source.key(f"{path}.{leaf}"), value)
+            return bias
+        stored = stored_tensors(weight, parameters, scheme)
+        self.done.add(self.source.key(f"{path}.weight"))
+        for leaf, value in stored.items():
+            self.writer.add(self.source.key(f"{path}.{leaf}"), value)
+        return bias
+
+    def _add(self, name: str, value: torch.Tensor) -> None:
+        """Write an unquantized tensor that is in memory; those of a file are copied at the end."""
+        if self.source.shards is not None:
+            return
+        tied = getattr(self.source.model, "all_tied_weights_keys", None) or {}
+        if name in tied or name in self.done:
+            return
+        self.done.add(name)
+        assert self.writer is not None
+        self.writer.add(name, value)
+
+    def _release(self, module: Module) -> None:
+        """Let go of the scales of a module that was filled from a file."""
+        if self.source.shards is None:
+            return
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None and leaf.endswith(("scale", "zero_point")):
+                meta = torch.nn.Parameter(parameter.data.to("meta"), requires_grad=False)
+                module._parameters[leaf] = meta
+
+    def finish(
+        self, config: QuantizationConfig, recipe: str, modules: Mapping[str, Any], plan: Plan
+    ) -> Path | None:
+        """Copy what is left, write the configuration, and check what was written."""
+        if self.writer is None:
+            return None
+        shards = self.source.shards
+        if shards is not None:
+            for name in shards.names():
+                if name not in self.done:
+                    self.writer.add(name, shards.read(name))
+            self.writer.carry(shards)
+            content = json.loads((shards.folder / "config.json").read_text(encoding="utf-8"))
+        else:
+            self._carry_from_model()
+            content = json.loads(self.source.model.config.to_json_string(use_diff=False))
+        groups = {
+            name: scheme.model_copy(update={"format": format_of(scheme)})
+            for name, scheme in config.config_groups.items()
+        }
+        config = config.model_copy(
+            update={
+                "config_groups": groups,
+                "quantization_status": QuantizationStatus.COMPRESSED,
+                "format": _format(config),
+            }
+        )
+        content["quantization_config"] = quantization_config_dict(config)
+        self.writer.write_text("recipe.yaml", recipe)
+        folder = self.writer.finish(content)
+        reported = {
+            self.source.key(f"{name}.weight").removesuffix(".weight"): m.error
+            for name, m in modules.items()
+            if m.error is not None
+        }
+        problems = validate_checkpoint(
+            folder,
+            source=shards,
+            reported=reported,
+            fused=_fused(self.source, plan),
+            allow_negative=_negative(config),
+        )
+        if problems:
+            listed = "\n".join(f"  - {problem}" for problem in problems)
+            raise CheckpointInvalid(f"{folder} was written but is not as it should be:\n{listed}")
+        return folder
+
+    def _carry_from_model(self) -> None:
+        assert self.writer is not None
+        model = self.source.model
+        origin = Path(getattr(model, "name_or_path", "") or "")
+        if str(origin) != "." and origin.is_dir():
+            with contextlib.suppress(Exception), Shards(origin) as shards:
+                self.writer.carry(shards)
+                return
+        import tempfile
+
+        with tempfile.TemporaryDirectory() as temporary:
+            for part in (self.tokenizer, getattr(model, "generation_config", None)):
+                if hasattr(part, "save_pretrained"):
+                    part.save_pretrained(temporary)
+            for file in sorted(Path(temporary).rglob("*")):
+                if file.is_file():
+                    relative = file.relative_to(temporary).as_posix()
+                    self.writer.write_text(relative, file.read_text(encoding="utf-8"))
+
+
+def _format(config: QuantizationConfig) -> str:
+    formats = {format_of(scheme) for scheme in config.config_groups.values()}
+    if not formats:
+        return "dense"
+    return formats.pop() if len(formats) == 1 else "mixed-precision"
+
+
+def _negative(config: QuantizationConfig) -> bool:
+    weights = [s.weights for s in config.config_groups.values() if s.weights is not None]
+    return any((args.observer_kwargs or {}).get("negative_scales") for args in weights)
+
+
+def _fused(source: Source, plan: Plan) -> list[tuple[str, ...]]:
+    """Return the names, as in the source, of modules that the server fuses."""
+    quantized = {p.name for p in plan.quantized}
+    groups = []
+    for parent in dict.fromkeys(name.rpartition(".")[0] for name in quantized):
+        for names in FUSED_LAYER_NAMES:
+            paths = [f"{parent}.{n}".lstrip(".") for n in names]
+            if all(path in quantized for path in paths):
+                keys = [source.key(f"{p}.weight").removesuffix(".weight") for p in paths]
+                groups.append(tuple(keys))
+    return groups

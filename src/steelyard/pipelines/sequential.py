@@ -1,0 +1,191 @@
+"""Layer by layer: a model's decoder layers run one after another over cached hidden states.
+
+The model's own forward is asked once per batch what it would call each layer with. It runs with
+every layer standing aside: a layer notes its arguments (mask, position embeddings, whatever the
+class passes) and hands the hidden state on. After that layer i is called with those arguments and
+the true hidden states, so only one layer's weights need to be in memory.
+
+A model whose forward changes the hidden state between layers cannot be taken apart like that, and
+is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn import Module, ModuleList
+
+from steelyard.errors import PipelineError
+
+__all__ = ["LayerSequence", "decoder_layers"]
+
+
+@dataclass
+class Call:
+    """What the model passes to one layer besides the hidden state."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass
+class Batch:
+    """One batch on its way through the layers."""
+
+    input_ids: torch.Tensor
+    hidden: torch.Tensor
+    calls: list[Call] = field(default_factory=list)
+
+
+class _Enough(Exception):
+    """Ends a forward pass whose rest is not needed."""
+
+
+def decoder_layers(model: Any) -> tuple[str, ModuleList]:
+    """Return the list of layers that make up the model's depth, and its name."""
+    classes = set(getattr(model, "_no_split_modules", None) or ())
+    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else None
+    depth = getattr(config, "num_hidden_layers", None)
+    lists = [(n, m) for n, m in model.named_modules() if isinstance(m, ModuleList) and len(m) > 0]
+    known = [(n, m) for n, m in lists if all(type(layer).__name__ in classes for layer in m)]
+    deep = [(n, m) for n, m in known or lists if depth is None or len(m) == depth]
+    if len(deep) != 1:
+        raise PipelineError(
+            f"{type(model).__name__} has {len(deep)} lists of {depth} layers, so it is not clear "
+            'what runs one after another; pipeline="basic" runs the model as a whole'
+        )
+    return deep[0]
+
+
+class LayerSequence:
+    """The layers of a model, run one at a time over all batches."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.name, self.layers = decoder_layers(model)
+        self._shared: list[torch.Tensor] = []
+
+    @torch.no_grad()
+    def start(self, batches: list[torch.Tensor], advance: Callable[[], None]) -> list[Batch]:
+        """Embed every batch and learn what each layer will be called with.
+
+        The parameters outside the layers must be in memory, and those of the first layer.
+        """
+        wraps = self._returns_tuple(batches[0][:, :1])
+        started = []
+        for input_ids in batches:
+            batch = Batch(input_ids, torch.empty(0))
+            previous: list[torch.Tensor] = []
+
+            def stand_aside(
+                index: int,
+                *args: Any,
+                batch: Batch = batch,
+                previous: list[torch.Tensor] = previous,
+                **kwargs: Any,
+            ) -> Any:
+                hidden, args, kwargs = _split(args, kwargs)
+                if index == 0:
+                    batch.hidden = hidden
+                elif hidden is not previous[0]:
+                    raise PipelineError(
+                        f"{type(self.model).__name__} changes the hidden state before layer "
+                        f'{index}, so its layers cannot run alone; pipeline="basic" runs the '
+                        "model as a whole"
+                    )
+                previous[:] = [hidden]
+                batch.calls.append(Call(self._share(args), self._share(kwargs)))
+                if index == len(self.layers) - 1:
+                    raise _Enough
+                return (hidden,) if wraps else hidden
+
+            with self._replaced(stand_aside), contextlib.suppress(_Enough):
+                self.model(input_ids=input_ids, use_cache=False)
+            started.append(batch)
+            advance()
+        return started
+
+    @torch.no_grad()
+    def run(self, index: int, batch: Batch) -> torch.Tensor:
+        """Return what layer `index` makes of a batch; its weights must be in memory."""
+        call = batch.calls[index]
+        output = self.layers[index](batch.hidden, *call.args, **call.kwargs)
+        return output[0] if isinstance(output, tuple) else output
+
+    @torch.no_grad()
+    def finish(self, batch: Batch) -> Any:
+        """Run what comes after the layers; its parameters must be in memory."""
+        wraps = False
+
+        def stand_aside(index: int, *args: Any, **kwargs: Any) -> Any:
+            hidden, _, _ = _split(args, kwargs)
+            given = batch.hidden if index == len(self.layers) - 1 else hidden
+            return (given,) if wraps else given
+
+        wraps = self._wraps
+        with self._replaced(stand_aside):
+            return self.model(input_ids=batch.input_ids, use_cache=False)
+
+    def _returns_tuple(self, input_ids: torch.Tensor) -> bool:
+        """Run the first layer on one token to see the shape of what layers return."""
+        found: list[bool] = []
+
+        def look(_module: Module, _args: Any, output: Any) -> None:
+            found.append(isinstance(output, tuple))
+            raise _Enough
+
+        handle = self.layers[0].register_forward_hook(look)
+        try:
+            with contextlib.suppress(_Enough):
+                self.model(input_ids=input_ids, use_cache=False)
+        finally:
+            handle.remove()
+        self._wraps = found[0]
+        return self._wraps
+
+    @contextlib.contextmanager
+    def _replaced(self, forward: Callable[..., Any]) -> Iterator[None]:
+        def bound(index: int) -> Callable[..., Any]:
+            return lambda *args, **kwargs: forward(index, *args, **kwargs)
+
+        before = [layer.__dict__.get("forward") for layer in self.layers]
+        try:
+            for index, layer in enumerate(self.layers):
+                layer.__dict__["forward"] = bound(index)
+            yield
+        finally:
+            for layer, present in zip(self.layers, before, strict=True):
+                del layer.__dict__["forward"]
+                if present is not None:
+                    layer.__dict__["forward"] = present
+
+    def _share(self, value: Any) -> Any:
+        """Keep one copy of tensors that are equal for many batches, such as masks."""
+        if isinstance(value, torch.Tensor):
+            for known in self._shared:
+                if known is value:
+                    return known
+                alike = known.shape == value.shape and known.dtype == value.dtype
+                if alike and torch.equal(known, value):
+                    return known
+            if len(self._shared) < 256:
+                self._shared.append(value)
+            return value
+        if isinstance(value, (tuple, list)):
+            return type(value)(self._share(v) for v in value)
+        if isinstance(value, dict):
+            return {k: self._share(v) for k, v in value.items()}
+        return value
+
+
+def _split(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]]:
+    """Separate the hidden state from all else that a layer is called with."""
+    if args:
+        return args[0], args[1:], kwargs
+    return kwargs["hidden_states"], (), {k: v for k, v in kwargs.items() if k != "hidden_states"}

@@ -1,0 +1,209 @@
+"""The model to quantize: a skeleton without weights and the files that hold them, or a loaded one.
+
+Given a folder, the model class is built with its parameters on the meta device (buffers, such as
+rotary frequencies, are real), and `loaded` fills one module at a time from the shards. Given a
+loaded module, its weights are simply there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import Module, Parameter
+
+from steelyard.checkpoint.shards import Shards
+from steelyard.errors import PipelineError
+
+__all__ = ["Source", "computing_in", "fast_dtype"]
+
+
+class Source:
+    """A causal language model, and where its weights are.
+
+    model:  the skeleton, or the module that was given
+    shards: the files behind the skeleton; None for a module that was given
+    """
+
+    def __init__(self, model: Any, shards: Shards | None = None) -> None:
+        self.model = model
+        self.shards = shards
+        self.keys: dict[str, str] = {}
+        if shards is not None:
+            self.keys = _keys(model, shards)
+
+    @classmethod
+    def open(
+        cls, model: Any, revision: str | None = None, trust_remote_code: bool = False
+    ) -> Source:
+        """Open a folder, a name on the hub, or a loaded module."""
+        if isinstance(model, Module):
+            return cls(model.eval())
+        folder = Path(model)
+        if not folder.is_dir():
+            folder = _download(str(model), revision)
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        shards = Shards(folder)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        if getattr(config, "quantization_config", None) is not None:
+            raise PipelineError(
+                f"{folder} is quantized already; give the checkpoint that it was made from"
+            )
+        options: dict[str, Any] = {"attn_implementation": "sdpa"} if _has_sdpa(config) else {}
+        with _parameters_on_meta():
+            skeleton = AutoModelForCausalLM.from_config(
+                config,
+                dtype=_stored_dtype(config, shards),
+                trust_remote_code=trust_remote_code,
+                **options,
+            )
+        return cls(skeleton.eval(), shards)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(p.dtype for p in self.model.parameters() if p.is_floating_point())
+
+    def key(self, name: str) -> str:
+        """Return the name that the source has for a tensor of the model."""
+        if name in self.keys:
+            return self.keys[name]
+        module, _, leaf = name.rpartition(".")
+        weight = self.keys.get(f"{module}.weight")
+        if weight is None:  # attention modules have none of their own: learn from a neighbour
+            near = next((k for k in self.keys if k.startswith(f"{module}.")), None)
+            if near is None:
+                return name
+            return self.keys[near].removesuffix(near.removeprefix(f"{module}.")) + leaf
+        return f"{weight.removesuffix('weight')}{leaf}"
+
+    @contextlib.contextmanager
+    def loaded(self, module: Module, prefix: str, skip: tuple[str, ...] = ()) -> Iterator[None]:
+        """Hold the weights of `module` in memory.
+
+        skip: names of modules within the model that stay without
+        """
+        filled: list[tuple[Module, str]] = []
+        try:
+            if self.shards is not None:
+                for name, parent in module.named_modules():
+                    path = f"{prefix}.{name}".strip(".")
+                    if any(path == s or path.startswith(f"{s}.") for s in skip):
+                        continue
+                    for leaf, parameter in list(parent._parameters.items()):
+                        key = self.keys.get(f"{path}.{leaf}".strip("."))
+                        if parameter is None or parameter.device.type != "meta" or key is None:
+                            continue
+                        value = self.shards.read(key).to(parameter.dtype)
+                        parent._parameters[leaf] = Parameter(value, requires_grad=False)
+                        filled.append((parent, leaf))
+            yield
+        finally:
+            for parent, leaf in filled:
+                held = parent._parameters[leaf]
+                assert held is not None
+                parent._parameters[leaf] = Parameter(held.data.to("meta"), requires_grad=False)
+
+
+@contextlib.contextmanager
+def computing_in(module: Module, dtype: torch.dtype) -> Iterator[None]:
+    """Give `module` weights of another type for a while; what it had comes back unchanged.
+
+    Quantization parameters keep theirs, which is the type that they are stored in.
+    """
+    kept: list[tuple[Parameter, torch.Tensor]] = []
+    try:
+        for name, parameter in module.named_parameters():
+            real = parameter.device.type != "meta" and parameter.is_floating_point()
+            if real and parameter.dtype != dtype and not name.endswith(("_scale", "_zero_point")):
+                kept.append((parameter, parameter.data))
+                parameter.data = parameter.data.to(dtype)
+        yield
+    finally:
+        for parameter, data in kept:
+            parameter.data = data
+
+
+def fast_dtype(stored: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the type in which a forward pass is fastest: fp32 on a CPU without matrix units."""
+    if device.type != "cpu" or stored == torch.float64:
+        return stored
+    has_tiles = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    return stored if stored == torch.bfloat16 and has_tiles() else torch.float32
+
+
+@contextlib.contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    register = Module.register_parameter
+
+    def on_meta(self: Module, name: str, parameter: Parameter | None) -> None:
+        if parameter is not None and parameter.device.type != "meta":
+            parameter = Parameter(parameter.detach().to("meta"), requires_grad=False)
+        register(self, name, parameter)
+
+    Module.register_parameter = on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _keys(model: Any, shards: Shards) -> dict[str, str]:
+    """Map every parameter of the model to its name in the files."""
+    prefix = f"{model.base_model_prefix}."
+    tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    keys, missing = {}, []
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        names = [name, name.removeprefix(prefix), f"{prefix}{name}"]
+        if name in tied:
+            names += [tied[name], tied[name].removeprefix(prefix)]
+        found = next((n for n in names if n in shards), None)
+        if found is None:
+            missing.append(name)
+        else:
+            keys[name] = found
+    if missing:
+        raise PipelineError(
+            f"{shards.folder} has no tensor for {missing[0]}"
+            f"{f' and {len(missing) - 1} more' if len(missing) > 1 else ''}, which "
+            f"{type(model).__name__} needs. transformers may convert this checkpoint on loading: "
+            "load it yourself and pass the module instead of the folder"
+        )
+    return keys
+
+
+def _stored_dtype(config: Any, shards: Shards) -> torch.dtype:
+    stated = getattr(config, "dtype", None)
+    if isinstance(stated, torch.dtype):
+        return stated
+    sizes: dict[torch.dtype, int] = {}
+    for name in shards.names():
+        info = shards.info(name)
+        if info.dtype.is_floating_point:
+            sizes[info.dtype] = sizes.get(info.dtype, 0) + info.nbytes
+    return max(sizes, key=lambda d: sizes[d])
+
+
+def _has_sdpa(config: Any) -> bool:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        classes = AutoModelForCausalLM._model_mapping[type(config)]
+    except KeyError:
+        return False
+    one = classes[0] if isinstance(classes, tuple) else classes
+    return bool(getattr(one, "_supports_sdpa", False))
+
+
+def _download(name: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, revision=revision))
+    except Exception as error:
+        raise PipelineError(
+            f"{name!r} is neither a folder here nor a model that could be fetched: {error}"
+        ) from None

@@ -1,0 +1,106 @@
+"""What the tests of this folder share: calibrated parameters, and a small checkpoint to break."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from compressed_tensors.quantization import (
+    QuantizationConfig,
+    QuantizationScheme,
+    preset_name_to_scheme,
+)
+from safetensors.torch import save_file
+
+from steelyard.checkpoint import (
+    CheckpointWriter,
+    Shards,
+    format_of,
+    quantization_config_dict,
+    stored_tensors,
+)
+from steelyard.observers import Observer
+
+Tensors = dict[str, torch.Tensor]
+
+
+def calibrate(weight: torch.Tensor, scheme: QuantizationScheme) -> Tensors:
+    """Return the parameters that a calibrated module of this scheme has."""
+    generator = torch.Generator().manual_seed(1)
+    values = {"weight": weight}
+    for base, width in (("input", weight.shape[1]), ("output", weight.shape[0])):
+        values[base] = (torch.randn(3, 5, width, generator=generator) + 0.5).to(weight.dtype)
+    parts = {
+        "weight": scheme.weights,
+        "input": scheme.input_activations,
+        "output": scheme.output_activations,
+    }
+    found: Tensors = {}
+    for base, args in parts.items():
+        if args is None or args.dynamic is True:
+            continue
+        observer = Observer.load_from_registry("memoryless_minmax", base_name=base, args=args)
+        for key, value in observer(values[base]).get_qparams().items():
+            if value is not None and (args.dynamic is False or key == "global_scale"):
+                found[f"{base}_{key}"] = value
+    return found
+
+
+class SmallModel:
+    """A source checkpoint of two layers and its quantized copy, with errors as reported."""
+
+    def __init__(self, folder: Path, scheme: QuantizationScheme, dtype: torch.dtype) -> None:
+        self.scheme = scheme
+        generator = torch.Generator().manual_seed(0)
+        self.modules = [f"model.layers.{i}.{m}" for i in (0, 1) for m in ("q_proj", "k_proj")]
+        tensors = {f"{m}.weight": torch.randn(48, 256, generator=generator) for m in self.modules}
+        tensors["model.layers.0.q_proj.bias"] = torch.randn(48, generator=generator)
+        tensors["model.embed_tokens.weight"] = torch.randn(64, 256, generator=generator)
+        tensors["model.norm.weight"] = torch.randn(256, generator=generator)
+        tensors["lm_head.weight"] = torch.randn(64, 256, generator=generator)
+        tensors = {name: (value * 0.05).to(dtype) for name, value in tensors.items()}
+        (folder / "source").mkdir()
+        save_file(tensors, folder / "source" / "model.safetensors")
+        (folder / "source" / "tokenizer.json").write_text("{}")
+        self.source = Shards(folder / "source")
+        self.stored: Tensors = {}
+        self.reported: dict[str, float] = {}
+        for name, value in tensors.items():
+            module = name.removesuffix(".weight")
+            if module not in self.modules:
+                self.stored[name] = value
+                continue
+            for local, part in stored_tensors(value, calibrate(value, scheme), scheme).items():
+                self.stored[f"{module}.{local}"] = part
+        self.config = QuantizationConfig(
+            config_groups={"group_0": scheme},
+            ignore=["lm_head"],
+            format=format_of(scheme),
+            quantization_status="compressed",
+        )
+        self.folder = folder / "quantized"
+
+    def write(self, tensors: Tensors | None = None, max_shard_bytes: int = 10**9) -> Path:
+        content = self.stored if tensors is None else tensors
+        with CheckpointWriter(
+            self.folder, overwrite=True, max_shard_bytes=max_shard_bytes, source=self.source
+        ) as writer:
+            for name, tensor in content.items():
+                writer.add(name, tensor)
+            writer.carry(self.source)
+            return writer.finish({"quantization_config": quantization_config_dict(self.config)})
+
+
+@pytest.fixture
+def small_model(tmp_path: Path) -> Callable[..., SmallModel]:
+    def make(scheme: str = "W4A16", dtype: torch.dtype = torch.bfloat16) -> SmallModel:
+        return SmallModel(tmp_path, preset_name_to_scheme(scheme, ["Linear"]), dtype)
+
+    return make
+
+
+@pytest.fixture(name="calibrate")
+def _calibrate() -> Callable[[torch.Tensor, QuantizationScheme], Tensors]:
+    return calibrate
