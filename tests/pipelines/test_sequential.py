@@ -90,7 +90,7 @@ def test_a_model_that_meddles_between_layers_is_refused() -> None:
     model.model.layers = Meddling(layers)
     sequence = LayerSequence(model)
     sequence.layers = layers
-    with computing_in(model, torch.float32), pytest.raises(PipelineError, match="layer 1.*basic"):
+    with computing_in(model, torch.float32), pytest.raises(PipelineError, match=r"layer 1.*basic"):
         sequence.start([torch.arange(3, 9)[None]], lambda: None)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import TracebackType
+from typing import Any
 
 from compressed_tensors.quantization import disable_quantization, enable_quantization
 from torch.nn import Module
@@ -52,7 +53,7 @@ class Calibration:
             if getattr(module, "quantization_scheme", None) is not None and module not in left_out
         }
         self._handles: list[RemovableHandle] = []
-        self._before: dict[str, tuple[object, bool]] = {}
+        self._before: dict[str, tuple[Any, Any]] = {}
         self._finished = False
 
     def __enter__(self) -> Calibration:

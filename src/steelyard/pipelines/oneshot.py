@@ -144,6 +144,7 @@ def oneshot(
             split=splits,
             shuffle=shuffle_calibration_samples,
             seed=seed,
+            vocab_size=source.model.config.get_text_config().vocab_size,
         )
         result.notes.append(samples.description)
     with Output.open(source, output_dir, overwrite, tokenizer or processor) as run.output:
@@ -199,9 +200,12 @@ class _Run:
         total = len(samples.batches) * (len(layers) + 1)
         with progress("calibrating", total, self.show) as advance:
             first = f"{sequence.name}.0"
-            with source.loaded(layers[0], first), self._outside(sequence):
-                with computing_in(model, self.dtype):
-                    batches = sequence.start(samples.batches, advance)
+            with (
+                source.loaded(layers[0], first),
+                self._outside(sequence),
+                computing_in(model, self.dtype),
+            ):
+                batches = sequence.start(samples.batches, advance)
             for index, layer in enumerate(layers):
 
                 def run(index: int = index) -> None:
@@ -259,7 +263,7 @@ class _Run:
     def _note_unseen(self, calibration: Calibration) -> None:
         for name in calibration.unseen():
             self.unseen.append(name)
-            module = calibration.modules[name]
+            module: Any = calibration.modules[name]
             scheme = module.quantization_scheme.model_copy(update={"input_activations": None})
             if self.uncalibrated == "weights-only" and scheme.weights is not None:
                 module.quantization_scheme = scheme

@@ -110,8 +110,9 @@ def make_plan(model: Any, config: QuantizationConfig, check_divisibility: bool =
             if scheme.weights is None and scheme.input_activations is None:
                 continue
             weight = module.weight
+            rows, columns = weight.shape
             plan.quantized.append(
-                Planned(name, tuple(weight.shape), weight.dtype, scheme, groups[id(scheme)])
+                Planned(name, (rows, columns), weight.dtype, scheme, groups[id(scheme)])
             )
         else:
             plan.left += _left(name, module, hits, ignored)
@@ -161,9 +162,8 @@ def _attention_modules(model: Any, config: QuantizationConfig) -> list[str]:
     from compressed_tensors.quantization.lifecycle import initialize
     from compressed_tensors.utils.match import is_narrow_match
 
-    known = (
-        getattr(initialize, "is_cached_attention_module", None) or initialize.is_attention_module
-    )
+    name_now, name_before = "is_cached_attention_module", "is_attention_module"
+    known = getattr(initialize, name_now, None) or getattr(initialize, name_before)
     found = []
     for name, module in model.named_modules():
         if not known(module):
@@ -214,7 +214,7 @@ def _half_fused(modules: dict[str, Module], plan: Plan) -> Iterator[str]:
 
 
 def _indivisible(planned: Planned) -> Iterator[str]:
-    rows, columns = planned.shape
+    _, columns = planned.shape
     for label, args in _args(planned.scheme):
         if args.strategy in ("group", "tensor_group") and columns % (args.group_size or 1):
             yield (

@@ -35,10 +35,10 @@ __all__ = ["Output", "weight_error"]
 
 def weight_error(module: Module) -> float | None:
     """Return the squared error of the stored weight over the weight's sum of squares."""
-    scheme = module.quantization_scheme
+    scheme: Any = module.quantization_scheme
     if scheme.weights is None or not isinstance(getattr(module, "weight", None), torch.Tensor):
         return None
-    weight = module.weight.data
+    weight: torch.Tensor = module.weight.data  # type: ignore[assignment]
     stored = forward_quantize(module, weight, "weight", scheme.weights)
     signal = float(weight.float().square().sum())
     noise = float((stored.float() - weight.float()).square_().sum())
@@ -86,7 +86,7 @@ class Output:
         self, path: str, module: Module, parameters: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """Write what quantization made of a module; return what is left of its parameters."""
-        scheme = module.quantization_scheme
+        scheme: Any = module.quantization_scheme
         weight = parameters.pop("weight", None)
         bias = {"bias": parameters.pop("bias")} if "bias" in parameters else {}
         assert self.writer is not None
@@ -179,7 +179,8 @@ class Output:
         import tempfile
 
         with tempfile.TemporaryDirectory() as temporary:
-            for part in (self.tokenizer, getattr(model, "generation_config", None)):
+            parts: list[Any] = [self.tokenizer, getattr(model, "generation_config", None)]
+            for part in parts:
                 if hasattr(part, "save_pretrained"):
                     part.save_pretrained(temporary)
             for file in sorted(Path(temporary).rglob("*")):

@@ -113,8 +113,9 @@ class LayerSequence:
     def run(self, index: int, batch: Batch) -> torch.Tensor:
         """Return what layer `index` makes of a batch; its weights must be in memory."""
         call = batch.calls[index]
-        output = self.layers[index](batch.hidden, *call.args, **call.kwargs)
-        return output[0] if isinstance(output, tuple) else output
+        output: Any = self.layers[index](batch.hidden, *call.args, **call.kwargs)
+        hidden: torch.Tensor = output[0] if isinstance(output, tuple) else output
+        return hidden
 
     @torch.no_grad()
     def finish(self, batch: Batch) -> Any:

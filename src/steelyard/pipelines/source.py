@@ -55,7 +55,7 @@ class Source:
             )
         options: dict[str, Any] = {"attn_implementation": "sdpa"} if _has_sdpa(config) else {}
         with _parameters_on_meta():
-            skeleton = AutoModelForCausalLM.from_config(
+            skeleton = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 config,
                 dtype=_stored_dtype(config, shards),
                 trust_remote_code=trust_remote_code,
@@ -65,7 +65,8 @@ class Source:
 
     @property
     def dtype(self) -> torch.dtype:
-        return next(p.dtype for p in self.model.parameters() if p.is_floating_point())
+        types: Iterator[torch.dtype] = (p.dtype for p in self.model.parameters())
+        return next(dtype for dtype in types if dtype.is_floating_point)
 
     def key(self, name: str) -> str:
         """Return the name that the source has for a tensor of the model."""
@@ -144,7 +145,7 @@ def _parameters_on_meta() -> Iterator[None]:
             parameter = Parameter(parameter.detach().to("meta"), requires_grad=False)
         register(self, name, parameter)
 
-    Module.register_parameter = on_meta  # type: ignore[method-assign]
+    Module.register_parameter = on_meta  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:

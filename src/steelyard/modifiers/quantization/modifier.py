@@ -19,7 +19,11 @@ from pydantic import Field, field_validator, model_validator
 
 from steelyard.errors import nearest
 from steelyard.modifiers.base import Modifier
-from steelyard.modifiers.quantization.observers import ObserverChoice, with_observers
+from steelyard.modifiers.quantization.observers import (
+    ObserverChoice,
+    check_observer,
+    with_observers,
+)
 from steelyard.observers import Observer
 
 __all__ = ["QuantizationModifier"]
@@ -52,7 +56,7 @@ class QuantizationModifier(Modifier):
     @field_validator("scheme", mode="before")
     @classmethod
     def _is_a_preset(cls, value: Any) -> Any:
-        names = [value] if isinstance(value, str) else list(value or ())
+        names = [value] if isinstance(value, str) else value if isinstance(value, dict) else ()
         for name in names:
             if isinstance(name, str) and not is_preset_scheme(name):
                 raise ValueError(
@@ -77,6 +81,12 @@ class QuantizationModifier(Modifier):
     def _says_how(self) -> QuantizationModifier:
         if self.scheme is not None and self.config_groups is not None:
             raise ValueError("give either scheme or config_groups, not both")
+        for one, other in (
+            ("input_observer", "activation_observer"),
+            ("observer", "weight_observer"),
+        ):
+            if getattr(self, one) is not None and getattr(self, other) is not None:
+                raise ValueError(f"{one} and {other} choose for the same value: give one of them")
         if self.scheme is None and not self.config_groups and self.kv_cache_scheme is None:
             raise ValueError("give one of scheme, config_groups and kv_cache_scheme")
         self.config  # noqa: B018  # what it refuses is to be refused here
@@ -108,18 +118,18 @@ class QuantizationModifier(Modifier):
             return True
         return any(_needs_data(scheme) for scheme in self.config.config_groups.values())
 
-    def _choices(
-        self,
-    ) -> tuple[ObserverChoice | None, ObserverChoice | None, ObserverChoice | None]:
+    def _choices(self) -> list[ObserverChoice | None]:
         both = self.observer or {}
-        return (
+        return [
             both.get("weights", self.weight_observer),
             both.get("input", self.input_observer or self.activation_observer),
             both.get("output", self.output_observer or self.activation_observer),
-        )
+        ]
 
     def _kv_cache_args(self) -> QuantizationArgs | None:
         args = self.kv_cache_scheme
+        if args is not None and args.observer is not None:
+            check_observer(args.observer, args.observer_kwargs or {})
         if args is None or self.activation_observer is None or args.dynamic is True:
             return args
         chosen = self.activation_observer

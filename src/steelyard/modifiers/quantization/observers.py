@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from steelyard.observers import Observer
 from steelyard.observers.options import parse_options
 
-__all__ = ["ObserverChoice", "with_observers"]
+__all__ = ["ObserverChoice", "check_observer", "with_observers"]
 
 
 class ObserverChoice(BaseModel):

@@ -1,0 +1,192 @@
+"""Calibration data in files, of which only what is needed is read."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from steelyard.errors import DataError
+from steelyard.pipelines.data_tokens import RowReader
+
+__all__ = ["JsonLines", "Parquet", "TextFile", "optional"]
+
+BLOCK = 2**16  # characters of text that are tokenized at once
+SCAN = 2**24  # bytes that are searched for line ends at once
+
+Row = tuple[str, Any]
+"""How errors call a row, and the row."""
+
+
+def optional(module: str, purpose: str) -> Any:
+    """Import a package that not everyone needs."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError:
+        package = module.split(".")[0]
+        raise DataError(f"{purpose} needs {package}: pip install {package}") from None
+
+
+class TextFile:
+    """Text cut into pieces of max_seq_length tokens, from the start of the file.
+
+    Paragraphs are not kept apart. Each piece starts with the token that the tokenizer puts before
+    a text, if it has one, because models see it there.
+    """
+
+    def __init__(self, path: Path, reader: RowReader) -> None:
+        self.name = str(path)
+        self._path = path
+        self._reader = reader
+
+    def __iter__(self) -> Iterator[Row]:
+        prefix = self._prefix()
+        length = self._reader.max_seq_length - len(prefix)
+        ids: list[int] = []
+        count = 0
+        for block in self._blocks():
+            ids += self._reader.encode(block, special=False)
+            while len(ids) >= length:
+                yield f"{self.name}, piece {count}", prefix + ids[:length]
+                del ids[:length]
+                count += 1
+        if ids:
+            yield f"{self.name}, piece {count}", prefix + ids
+
+    def _prefix(self) -> list[int]:
+        start = self._reader.encode("")[:1]
+        starts = bool(start) and start[0] == self._reader.tokenizer.bos_token_id
+        return start if starts and self._reader.max_seq_length > 1 else []
+
+    def _blocks(self) -> Iterator[str]:
+        """Yield the text in blocks that end where a paragraph does, or else a line or a word."""
+        rest, lines = "", 1
+        with self._path.open(encoding="utf-8-sig") as file:
+            while True:
+                try:
+                    read = file.read(BLOCK)
+                except UnicodeDecodeError as error:
+                    raise DataError(
+                        f"{self.name}: not UTF-8 text somewhere after line {lines} "
+                        f"({error.reason}); save it as UTF-8"
+                    ) from None
+                lines += read.count("\n")
+                rest += read
+                end = _last_break(rest) if read else len(rest)
+                if rest[:end].strip():
+                    yield rest[:end]
+                rest = rest[end:]
+                if not read:
+                    return
+
+
+def _last_break(text: str) -> int:
+    for mark in ("\n\n", "\n", " "):
+        found = text.rfind(mark)
+        if found >= 0:
+            return found + len(mark)
+    return len(text)
+
+
+class JsonLines:
+    """One JSON object per line."""
+
+    def __init__(self, path: Path) -> None:
+        self.name = str(path)
+        self._path = path
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __iter__(self) -> Iterator[Row]:
+        with self._path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                yield self._row(line, number)
+
+    def fetch(self, indices: Sequence[int]) -> Iterator[Row]:
+        with self._path.open("rb") as file:
+            for index in indices:
+                file.seek(int(self._starts[index]))
+                yield self._row(file.readline(), index + 1)
+
+    @cached_property
+    def _starts(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """The byte at which each line starts."""
+        starts = [np.zeros(1, np.int64)]
+        offset = 0
+        with self._path.open("rb") as file:
+            while block := file.read(SCAN):
+                ends = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n"))
+                starts.append(ends + offset + 1)
+                offset += len(block)
+        found = np.concatenate(starts)
+        return found[found < offset]  # what follows the last line end is no line
+
+    def _row(self, line: bytes, number: int) -> Row:
+        where = f"{self.name}:{number}"
+        if not line.strip():
+            return where, None
+        try:
+            row = json.loads(line.decode("utf-8-sig"))
+        except UnicodeDecodeError:
+            raise DataError(f"{where}: not UTF-8 text") from None
+        except (json.JSONDecodeError, RecursionError) as error:
+            reason = getattr(error, "msg", "nested too deeply")
+            raise DataError(f"{where}: not JSON ({reason}); write one object per line") from None
+        if not isinstance(row, dict):
+            raise DataError(
+                f"{where}: a {type(row).__name__}, where an object with text or messages is needed"
+            )
+        return where, row
+
+
+class Parquet:
+    """The rows of a parquet file; only the columns that are needed are read."""
+
+    def __init__(self, path: Path, columns: Sequence[str]) -> None:
+        self.name = str(path)
+        parquet = optional("pyarrow.parquet", str(path))
+        try:
+            self._file = parquet.ParquetFile(path)
+        except ValueError as error:  # pyarrow's ArrowInvalid is one
+            raise DataError(f"{path} is not a parquet file: {error}") from None
+        present = self._file.schema_arrow.names
+        self._columns = [name for name in (*columns, "attention_mask") if name in present]
+        if not any(name in present for name in columns):
+            raise DataError(
+                f"{path}: none of the columns {', '.join(columns)} is there, only: "
+                f"{', '.join(present)}; name the one to read with text_column="
+            )
+
+    def __len__(self) -> int:
+        return int(self._file.metadata.num_rows)
+
+    def __iter__(self) -> Iterator[Row]:
+        index = 0
+        for batch in self._file.iter_batches(batch_size=64, columns=self._columns):
+            for row in batch.to_pylist():
+                yield self._where(index), row
+                index += 1
+
+    def fetch(self, indices: Sequence[int]) -> Iterator[Row]:
+        """Yield the rows in the order asked for; each row group is read once."""
+        metadata = self._file.metadata
+        sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+        ends = np.cumsum(sizes)
+        rows: dict[int, Any] = {}
+        groups = np.searchsorted(ends, np.asarray(indices), side="right")
+        for group in np.unique(groups):
+            table = self._file.read_row_group(int(group), columns=self._columns)
+            first = int(ends[group]) - sizes[group]
+            for index in np.asarray(indices)[groups == group]:
+                rows[int(index)] = table.slice(int(index) - first, 1).to_pylist()[0]
+        for index in indices:
+            yield self._where(index), rows[index]
+
+    def _where(self, index: int) -> str:
+        return f"{self.name}, row {index}"

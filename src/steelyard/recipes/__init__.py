@@ -1,0 +1,5 @@
+"""Recipes: from YAML or Python to the list of modifiers that a run applies."""
+
+from steelyard.recipes.load import Recipe, load_recipe
+
+__all__ = ["Recipe", "load_recipe"]

@@ -1,0 +1,152 @@
+"""Options to a modifier, or everything that is wrong with them.
+
+A modifier is a pydantic model that holds models of compressed-tensors. Some of their refusals
+are not errors that pydantic collects, and observers are looked up only once the rest is right;
+so what fails is searched for every other problem that it may hide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from compressed_tensors.quantization import QuantizationArgs
+from pydantic import BaseModel, ValidationError
+
+from steelyard.errors import OptionError, UnknownNameError
+from steelyard.modifiers import Modifier
+from steelyard.modifiers.quantization.observers import ObserverChoice
+from steelyard.observers import Observer
+from steelyard.recipes.fields import Model, nested_models
+from steelyard.recipes.locate import KeyPath, Problem
+from steelyard.recipes.wording import KINDS, first_line, got, told
+
+__all__ = ["check_options"]
+
+
+def check_options(
+    modifier: type[Modifier], options: Mapping[Any, Any], path: KeyPath
+) -> Modifier | list[Problem]:
+    """Return the modifier that `options` describe, or all problems with them."""
+    observers = list(_observer_problems(modifier, options, path))
+    try:
+        made = modifier.model_validate(options)
+    except ValidationError as error:
+        collected = error.errors()
+        if observers:  # each told where it stands, not where it was looked up
+            collected = [e for e in collected if not _is_about_an_observer(e)]
+        return told(collected, modifier, options, path) + observers
+    except Exception as error:
+        return _blame(modifier, options, path, error) + observers
+    return observers + list(_converted(options, made, path)) or made
+
+
+# -- errors that pydantic does not collect ----------------------------------------------------
+
+
+def _blame(model: Model, given: Any, path: KeyPath, error: Exception) -> list[Problem]:
+    """Find the smallest parts of `given` that are refused."""
+    inner = [
+        problem
+        for at, nested, value in nested_models(model, given)
+        for problem in _problems(nested, value, (*path, *at))
+    ]
+    if inner or not isinstance(given, Mapping):
+        return inner or [(path, _raised(error, given))]
+    alone = [
+        ((*path, key), _raised(raised, value))
+        for key, value in given.items()
+        if (raised := _raises(model, {key: value})) is not None
+    ]
+    return alone or [(path, _raised(error, given))]
+
+
+def _problems(model: Model, given: Any, path: KeyPath) -> list[Problem]:
+    try:
+        model.model_validate(given)
+    except ValidationError as error:
+        return told(error.errors(), model, given, path)
+    except Exception as error:
+        return _blame(model, given, path, error)
+    return []
+
+
+def _raises(model: Model, given: Mapping[Any, Any]) -> Exception | None:
+    try:
+        model.model_validate(given)
+    except ValidationError:
+        return None
+    except Exception as error:
+        return error
+    return None
+
+
+def _raised(error: Exception, given: Any) -> str:
+    if isinstance(error, (TypeError, AttributeError)):  # a validator that did not expect this
+        return f"is of the wrong type, {got(given)}"
+    text = first_line(error)
+    return text if isinstance(given, Mapping) else f"{text}, {got(given)}"
+
+
+# -- observers --------------------------------------------------------------------------------
+
+
+def _is_about_an_observer(error: Any) -> bool:
+    return isinstance(error.get("ctx", {}).get("error"), (OptionError, UnknownNameError))
+
+
+def _observer_problems(model: Model, given: Any, path: KeyPath) -> Iterator[Problem]:
+    """Check every observer that is named inside `given`."""
+    for at, nested, value in nested_models(model, given):
+        here = (*path, *at)
+        if nested is ObserverChoice and isinstance(value, str):
+            yield from _observer(value, {}, here, here)
+        elif nested is ObserverChoice and isinstance(value, Mapping) and "options" in value:
+            yield from _observer(
+                value.get("name"), value["options"], (*here, "name"), (*here, "options")
+            )
+        elif nested is ObserverChoice and isinstance(value, Mapping):
+            options = {key: option for key, option in value.items() if key != "name"}
+            yield from _observer(value.get("name"), options, (*here, "name"), here)
+        elif nested is QuantizationArgs and isinstance(value, Mapping):
+            yield from _observer(
+                value.get("observer"),
+                value.get("observer_kwargs") or {},
+                (*here, "observer"),
+                (*here, "observer_kwargs"),
+            )
+        else:
+            yield from _observer_problems(nested, value, here)
+
+
+def _observer(name: Any, options: Any, name_at: KeyPath, options_at: KeyPath) -> Iterator[Problem]:
+    if not isinstance(name, str) or not isinstance(options, Mapping):
+        return  # the model says so
+    try:
+        declared = Observer.get_value_from_registry(name).Options
+    except UnknownNameError as error:
+        yield name_at, str(error)
+        return
+    if declared is not None:
+        yield from _problems(declared, options, options_at)
+
+
+# -- values that pydantic converts ------------------------------------------------------------
+
+
+def _converted(given: Any, made: Any, path: KeyPath) -> Iterator[Problem]:
+    """Refuse `"4"` or `true` for a number and `1` for true: a recipe says what it means."""
+    if isinstance(given, Mapping) and isinstance(made, (BaseModel, Mapping)):
+        stored = made.__dict__ if isinstance(made, BaseModel) else made
+        for key, value in given.items():
+            if key in stored:
+                yield from _converted(value, stored[key], (*path, key))
+    elif isinstance(given, list) and isinstance(made, list) and len(given) == len(made):
+        for i, (value, stored) in enumerate(zip(given, made, strict=True)):
+            yield from _converted(value, stored, (*path, i))
+    elif isinstance(given, (str, int, float)) and isinstance(made, (bool, int, float)):
+        same = type(given) is type(made) or not (
+            isinstance(given, (str, bool)) or isinstance(made, bool)
+        )
+        if not same:
+            yield path, f"must be {KINDS[type(made).__name__]}, {got(given)}"

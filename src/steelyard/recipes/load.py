@@ -1,0 +1,127 @@
+"""A recipe in any of its forms to a list of modifiers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from compressed_tensors.quantization import is_preset_scheme
+
+from steelyard.errors import RecipeError
+from steelyard.modifiers import Modifier
+from steelyard.recipes.check import check_options
+from steelyard.recipes.dump import dump_modifiers
+from steelyard.recipes.locate import Problem, Source
+from steelyard.recipes.structure import Entry, entries_of, wrong_object
+from steelyard.recipes.yaml_text import read_yaml
+
+__all__ = ["Recipe", "load_recipe"]
+
+MAX_BYTES = 8 * 2**20
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What to do to a model.
+
+    text: YAML that loads to equal modifiers; the user's own where the recipe came as YAML
+    """
+
+    modifiers: list[Modifier]
+    text: str
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether any modifier needs calibration data."""
+        return any(modifier.needs_data for modifier in self.modifiers)
+
+
+def load_recipe(recipe: Any) -> Recipe:
+    """Read a recipe, or raise a RecipeError that lists every problem in it.
+
+    recipe: a path to a .yaml or .yml file, YAML text, a modifier, a list of modifiers, or what
+            YAML would hold as dicts and lists
+
+    >>> load_recipe("modifiers: {QuantizationModifier: {scheme: W4A16}}").modifiers
+    [QuantizationModifier(targets=['Linear'], ignore=[], scheme='W4A16', ...)]
+    """
+    if isinstance(recipe, Path) or (isinstance(recipe, str) and _is_path(recipe)):
+        text = _read(Path(recipe))
+        return Recipe(_modifiers(_parse(text, str(recipe))), text)
+    if isinstance(recipe, str):
+        return Recipe(_modifiers(_parse(recipe, "recipe")), recipe)
+    if isinstance(recipe, Modifier):
+        return Recipe([recipe], dump_modifiers([recipe]))
+    if recipe is None or not isinstance(recipe, (Mapping, list, tuple)):
+        raise RecipeError(_not_a_recipe(recipe))
+    modifiers = _modifiers(Source(recipe))
+    return Recipe(modifiers, dump_modifiers(modifiers))
+
+
+def _modifiers(source: Source) -> list[Modifier]:
+    modifiers: list[Modifier] = []
+    problems: list[Problem] = []
+    for entry in entries_of(source.value):
+        if not isinstance(entry, Entry):
+            problems.append(entry)
+        elif isinstance(entry.modifier, Modifier):
+            modifiers.append(entry.modifier)
+        else:
+            checked = check_options(entry.modifier, entry.options, entry.path)
+            if isinstance(checked, Modifier):
+                modifiers.append(checked)
+            else:
+                problems.extend(checked)
+    if problems:
+        raise source.refuse(problems)
+    return modifiers
+
+
+# -- where the text comes from ----------------------------------------------------------------
+
+
+def _is_path(text: str) -> bool:
+    return "\n" not in text and text.lower().endswith((".yaml", ".yml"))
+
+
+def _read(path: Path) -> str:
+    try:
+        content = _content(path)
+    except FileNotFoundError:
+        raise RecipeError(f"there is no recipe file {path}") from None
+    except IsADirectoryError:
+        raise RecipeError(f"{path} is a folder: give the recipe file in it") from None
+    except OSError as error:
+        raise RecipeError(f"{path} cannot be read: {error.strerror or error}") from None
+    except ValueError:  # a NUL in it
+        raise RecipeError(f"{str(path)!r} is not the name of a file") from None
+    if len(content) > MAX_BYTES:
+        raise RecipeError(f"{path} has more than {MAX_BYTES} bytes: too large for a recipe")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{path} is not text: byte {error.start} is not UTF-8") from None
+
+
+def _content(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(MAX_BYTES + 1)
+
+
+def _parse(text: str, name: str) -> Source:
+    source = read_yaml(text, name)
+    if isinstance(source.value, (Mapping, list)):
+        return source
+    raise RecipeError(f"{name}: {_not_a_recipe(source.value)}")
+
+
+def _not_a_recipe(value: Any) -> str:
+    if isinstance(value, str) and is_preset_scheme(value):
+        return f'{value!r} is a scheme, not a recipe: pass QuantizationModifier(scheme="{value}")'
+    forms = "a recipe is a .yaml file, YAML text, a modifier or a list of modifiers"
+    if isinstance(value, (str, int, float)):
+        shown = repr(value)
+        return f"{forms}, got {shown if len(shown) <= 60 else f'{shown[:57]}...'}"
+    return f"{forms}, got nothing" if value is None else f"{forms}: {wrong_object(value)}"

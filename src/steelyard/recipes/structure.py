@@ -1,0 +1,120 @@
+"""The forms of a recipe: where its modifiers stand in it.
+
+A flat list or mapping of modifiers, the same under `modifiers:`, or stages::
+
+    quantization_stage:
+      quantization_modifiers:
+        QuantizationModifier: {scheme: W4A16}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from steelyard.errors import nearest
+from steelyard.modifiers import Modifier
+from steelyard.recipes.locate import KeyPath, Problem
+
+__all__ = ["Entry", "entries_of", "modifier_names"]
+
+
+class Entry(NamedTuple):
+    """A modifier as it stands in a recipe, unchecked."""
+
+    path: KeyPath
+    modifier: type[Modifier] | Modifier
+    options: Mapping[Any, Any]
+
+
+def entries_of(recipe: Any) -> Iterator[Entry | Problem]:
+    """Yield the modifiers of a recipe in order, and what cannot be one."""
+    if not isinstance(recipe, Mapping) or not recipe:
+        yield from _modifiers(recipe, ())
+        return
+    for key, value in recipe.items():
+        if key == "modifiers":
+            yield from _modifiers(value, (key,))
+        elif isinstance(key, str) and key.endswith("_stage"):
+            yield from _stage(value, (key,))
+        else:
+            yield _entry(key, value, (key,), " (or a key that ends in _stage)")
+
+
+def _stage(stage: Any, path: KeyPath) -> Iterator[Entry | Problem]:
+    if not isinstance(stage, Mapping) or not stage:
+        yield path, f"a stage is a mapping with the key modifiers, got {_kind(stage)}"
+        return
+    for key, value in stage.items():
+        if isinstance(key, str) and (key == "modifiers" or key.endswith("_modifiers")):
+            yield from _modifiers(value, (*path, key))
+        else:
+            yield (
+                (*path, key),
+                f"unknown key {key!r}: a stage takes keys that end in _modifiers",
+            )
+
+
+def _modifiers(group: Any, path: KeyPath) -> Iterator[Entry | Problem]:
+    if not isinstance(group, (Mapping, list, tuple)) or not group:
+        yield path, f"modifiers are a list, or a mapping of names to options, got {_kind(group)}"
+    elif isinstance(group, Mapping):
+        for name, options in group.items():
+            yield _entry(name, options, (*path, name))
+    else:
+        for i, item in enumerate(group):
+            yield _item(item, (*path, i))
+
+
+def _item(item: Any, path: KeyPath) -> Entry | Problem:
+    if isinstance(item, Modifier):
+        return Entry(path, item, {})
+    if isinstance(item, Mapping) and len(item) == 1:
+        ((name, options),) = item.items()
+        return _entry(name, options, (*path, name))
+    if isinstance(item, str) and item in Modifier.registry:
+        return path, f"write `{item}: {{}}` for a modifier without options"
+    if isinstance(item, Mapping):
+        return path, f"write one modifier per item, `Name: {{options}}`, got {len(item)} keys"
+    return path, wrong_object(item)
+
+
+def _entry(name: Any, options: Any, path: KeyPath, also: str = "") -> Entry | Problem:
+    if not isinstance(name, str) or name not in Modifier.registry:
+        return path, f"unknown modifier {name!r}: {nearest(str(name), modifier_names())}{also}"
+    if options is None:  # `Name:` with nothing behind it
+        options = {}
+    if not isinstance(options, Mapping):
+        return path, f"the options of a modifier are a mapping, got {_kind(options)}"
+    return Entry(path, Modifier.registry.get(name), options)
+
+
+def modifier_names() -> list[str]:
+    """Return the names of all modifiers as a recipe writes them."""
+    return [Modifier.registry.get(name).__name__ for name in Modifier.registry]
+
+
+def wrong_object(item: Any) -> str:
+    """Say why a Python object is no modifier, and what to do."""
+    kind = item if isinstance(item, type) else type(item)
+    if kind.__module__.split(".")[0] == "llmcompressor":
+        known = kind.__name__ in modifier_names()
+        remedy = (
+            f"write `from steelyard.modifiers import {kind.__name__}`"
+            if known
+            else f"steelyard has {', '.join(modifier_names())}"
+        )
+        return f"{kind.__name__} comes from {kind.__module__}: {remedy}"
+    if isinstance(item, type) and issubclass(item, Modifier):
+        return f"{item.__name__} is a class: call it with its options, {item.__name__}(...)"
+    return f"a modifier is a mapping `Name: {{options}}` or an object, got {_kind(item)}"
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "nothing"
+    if isinstance(value, (Mapping, list, tuple)):
+        kind = "mapping" if isinstance(value, Mapping) else "list"
+        return f"a {kind}" if value else f"an empty {kind}"
+    shown = repr(value)
+    return shown if len(shown) <= 60 else f"{shown[:57]}..."
