@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from steelyard import errors, kernels, observers
+    from steelyard import calibration, errors, kernels, modifiers, observers
     from steelyard.observers import Observer, QParamsDict, fuse_weight_observers
+    from steelyard.pipelines.oneshot import oneshot
 
     __version__: str
 
@@ -18,17 +19,21 @@ __all__ = [
     "Observer",
     "QParamsDict",
     "__version__",
+    "calibration",
     "errors",
     "fuse_weight_observers",
     "kernels",
+    "modifiers",
     "observers",
+    "oneshot",
 ]
 
-_SUBMODULES = frozenset({"errors", "kernels", "observers"})
+_SUBMODULES = frozenset({"calibration", "errors", "kernels", "modifiers", "observers"})
 _HOMES = {
     "Observer": "steelyard.observers",
     "QParamsDict": "steelyard.observers",
     "fuse_weight_observers": "steelyard.observers",
+    "oneshot": "steelyard.pipelines.oneshot",
 }
 
 

@@ -65,7 +65,8 @@ def pack(
     num_bits: int,
     layout: int,
     round_quotient: bool,
-    out: torch.Tensor,
+    out: torch.Tensor | None,
+    errors: torch.Tensor | None,
     isa: str,
     threads: int,
 ) -> None: ...

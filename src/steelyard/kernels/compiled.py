@@ -176,9 +176,10 @@ def pack(
     block: tuple[int, int],
     layout: int,
     round_quotient: bool,
-    out: torch.Tensor,
+    out: torch.Tensor | None = None,
+    errors: torch.Tensor | None = None,
 ) -> None:
-    """Fill `out`, bytes of shape (rows, bytes per row)."""
+    """Fill `out`, bytes of shape (rows, bytes per row), and `errors`, fp64 of shape (rows,)."""
     _native().pack(
         weight.detach(),
         scale.detach().to(torch.float32).contiguous(),
@@ -189,6 +190,7 @@ def pack(
         layout,
         round_quotient,
         out,
+        errors,
         instruction_set(),
         _threads(weight),
     )

@@ -30,7 +30,7 @@ from steelyard.kernels.rounding import quantized_range, round_to_type
 if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationArgs
 
-__all__ = ["quantize_and_pack"]
+__all__ = ["quantize_and_pack", "squared_error"]
 
 _PACKED32, _BYTES, _NIBBLES = 0, 1, 2  # as in native/api.h
 
@@ -52,17 +52,9 @@ def quantize_and_pack(
     zero_point: likewise; one of zeros, where the type is symmetric, only turns -0.0 into 0.0
     packed:     integers into int32 words; False stores one int8 each
     """
-    if weight.ndim != 2:
-        raise StrategyError(f"a weight to pack has two dimensions, got {tuple(weight.shape)}")
-    rows, columns = weight.shape
-    if args.type == "float" and args.num_bits == 4:
-        zero_point = torch.zeros_like(scale)  # fp4 has none, but its zeros lose their sign
-    layout, shape, dtype = _storage(args, rows, columns, packed)
-    # what torch would divide in, given these tensors
-    quotient = torch.result_type(weight, scale) if global_scale is None else torch.float32
-    rounds = not exact and quotient in (torch.bfloat16, torch.float16)
-    block = _block(args, rows, columns)
-    if use_compiled(weight, backend) and (not rounds or quotient == weight.dtype):
+    zero_point, block, rounds = _arithmetic(weight, scale, zero_point, args, global_scale, exact)
+    layout, shape, dtype = _storage(args, *weight.shape, packed)
+    if _compiled(weight, scale, global_scale, rounds, backend):
         out = torch.empty(shape, dtype=dtype)
         raw = out.view(torch.uint8)
         compiled.pack(weight, scale, zero_point, args, global_scale, block, layout, rounds, raw)
@@ -73,6 +65,69 @@ def quantize_and_pack(
     if layout == _NIBBLES:
         return _pack_nibbles(codes)
     return _pack_words(codes.to(torch.int32), args.num_bits)
+
+
+def squared_error(
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    args: QuantizationArgs,
+    global_scale: torch.Tensor | None = None,
+    exact: bool = False,
+    backend: str | None = None,
+) -> float:
+    """Return the summed squared difference between a weight and its stored form, in fp32.
+
+    Arguments are those of `quantize_and_pack`.
+    """
+    zero_point, block, rounds = _arithmetic(weight, scale, zero_point, args, global_scale, exact)
+    if _compiled(weight, scale, global_scale, rounds, backend):
+        errors = torch.empty(len(weight), dtype=torch.float64)
+        compiled.pack(
+            weight, scale, zero_point, args, global_scale, block, _BYTES, rounds, errors=errors
+        )
+        return float(errors.sum())
+    codes = _quantize(weight, scale, zero_point, args, global_scale, block, rounds)
+    if zero_point is not None:
+        codes = codes - _spread(zero_point.float(), weight.shape, block)
+    effective = scale.float() if global_scale is None else scale.float() / global_scale
+    stored = codes * _spread(effective, weight.shape, block)
+    return float((stored - weight.float()).double().square().sum())
+
+
+def _arithmetic(
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    args: QuantizationArgs,
+    global_scale: torch.Tensor | None,
+    exact: bool,
+) -> tuple[torch.Tensor | None, tuple[int, int], bool]:
+    """Return the zero point, what shares one scale, and whether quotients are rounded."""
+    if weight.ndim != 2:
+        raise StrategyError(f"a weight to pack has two dimensions, got {tuple(weight.shape)}")
+    if args.type == "float" and args.num_bits == 4:
+        zero_point = torch.zeros_like(scale)  # fp4 has none, but its zeros lose their sign
+    rounds = not exact and _quotient(weight, scale, global_scale) in (torch.bfloat16, torch.float16)
+    return zero_point, _block(args, *weight.shape), rounds
+
+
+def _quotient(
+    weight: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor | None
+) -> torch.dtype:
+    """Return what torch would divide in, given these tensors."""
+    return torch.result_type(weight, scale) if global_scale is None else torch.float32
+
+
+def _compiled(
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    rounds: bool,
+    backend: str | None,
+) -> bool:
+    in_its_own_type = _quotient(weight, scale, global_scale) == weight.dtype
+    return use_compiled(weight, backend) and (not rounds or in_its_own_type)
 
 
 def _storage(
@@ -115,21 +170,22 @@ def _quantize(
     rounds: bool,
 ) -> torch.Tensor:
     """Return codes as floats, (out, in)."""
-    rows, columns = weight.shape
-
-    def spread(t: torch.Tensor) -> torch.Tensor:  # one value per weight
-        grid = t.reshape(math.ceil(rows / block[0]), math.ceil(columns / block[1]))
-        wide = grid.repeat_interleave(block[0], 0)[:rows]
-        return wide.repeat_interleave(block[1], 1)[:, :columns]
-
     dtype = weight.dtype if rounds else torch.float32
     effective = scale.to(dtype) if global_scale is None else scale.float() / global_scale
-    scaled = weight.to(dtype) / spread(effective)
+    scaled = weight.to(dtype) / _spread(effective, weight.shape, block)
     if zero_point is not None:
-        scaled = scaled + spread(zero_point.to(dtype))
+        scaled = scaled + _spread(zero_point.to(dtype), weight.shape, block)
     low, high = quantized_range(args)
     rounded = round_to_type(scaled.clamp(low, high).float(), args)
     return torch.copysign(rounded, scaled.float()) if args.type == "float" else rounded
+
+
+def _spread(t: torch.Tensor, shape: torch.Size, block: tuple[int, int]) -> torch.Tensor:
+    """Return one value per weight."""
+    rows, columns = shape
+    grid = t.reshape(math.ceil(rows / block[0]), math.ceil(columns / block[1]))
+    wide = grid.repeat_interleave(block[0], 0)[:rows]
+    return wide.repeat_interleave(block[1], 1)[:, :columns]
 
 
 def _pack_nibbles(codes: torch.Tensor) -> torch.Tensor:

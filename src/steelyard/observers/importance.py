@@ -120,8 +120,8 @@ class ImportanceObserver(Observer):
         remedy = "gather importance over calibration data first"
         if self.strict:
             raise ImportanceError(f"{self.label}: {problem}; {remedy}, or set strict=False")
-        if self._imatrix_sum is None and not self.needs_importance:
-            return
+        if int(self._imatrix_count) == 0 and not self.needs_importance:
+            return  # nothing was gathered, as in a run without data
         warnings.warn(
             f"{self.label}: {problem}, so every column weighs alike; {remedy}, "
             "or set strict=True to make this an error",

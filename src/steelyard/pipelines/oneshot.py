@@ -255,6 +255,7 @@ class _Run:
                 self._note_unseen(calibration)
                 calibration.finish()
                 tokens = {n: observed_tokens(m) for n, m in calibration.modules.items()}
+                self._note_unweighed(calibration)
             for each, quantized in calibration.modules.items():
                 error = weight_error(quantized)
                 self.result.modules[each] = ModuleResult(error, tokens[each])
@@ -270,6 +271,14 @@ class _Run:
                 self.weights_only_schemes[name] = scheme
                 for parameter in [p for p in module._parameters if p.startswith("input_")]:
                     del module._parameters[parameter]
+
+    def _note_unweighed(self, calibration: Calibration) -> None:
+        if not self.result.recipe.needs_data:
+            return
+        for name, _, observer in calibration.observers():
+            reason = getattr(observer, "fallback_reason", None)
+            if reason is not None:
+                self.result.notes.append(f"{name}: its columns weigh alike, since {reason}")
 
     # -- the end ----------------------------------------------------------------------------
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus
-from compressed_tensors.quantization.lifecycle.forward import forward_quantize
 from torch.nn import Module
 
 from steelyard.checkpoint import (
@@ -26,6 +25,7 @@ from steelyard.checkpoint import (
     stored_tensors,
     validate_checkpoint,
 )
+from steelyard.kernels.pack import squared_error
 from steelyard.observers.fusion import FUSED_LAYER_NAMES
 from steelyard.pipelines.plan import Plan
 from steelyard.pipelines.source import Source
@@ -39,9 +39,10 @@ def weight_error(module: Module) -> float | None:
     if scheme.weights is None or not isinstance(getattr(module, "weight", None), torch.Tensor):
         return None
     weight: torch.Tensor = module.weight.data  # type: ignore[assignment]
-    stored = forward_quantize(module, weight, "weight", scheme.weights)
-    signal = float(weight.float().square().sum())
-    noise = float((stored.float() - weight.float()).square_().sum())
+    zero_point = None if scheme.weights.symmetric else module.weight_zero_point
+    global_scale = getattr(module, "weight_global_scale", None)
+    noise = squared_error(weight, module.weight_scale, zero_point, scheme.weights, global_scale)  # type: ignore[arg-type]
+    signal = float(torch.linalg.vector_norm(weight, dtype=torch.float32)) ** 2
     return noise / signal if signal else 0.0
 
 

@@ -91,8 +91,9 @@ struct PackProblem {
     int num_bits;
     Layout layout;
     bool round_quotient;  // round each step to the tensor's type, as compressed-tensors does
-    uint8_t* out;
+    uint8_t* out;  // null where only the errors are wanted
     int64_t out_row_bytes;
+    double* errors;  // squared error per row, or null
 };
 
 struct Table {

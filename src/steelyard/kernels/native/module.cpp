@@ -24,6 +24,7 @@ namespace {
 using Tensor = nb::ndarray<nb::ro, nb::device::cpu>;
 using Floats = nb::ndarray<float, nb::device::cpu, nb::c_contig>;
 using ConstFloats = nb::ndarray<const float, nb::device::cpu, nb::c_contig>;
+using Doubles = nb::ndarray<double, nb::device::cpu, nb::c_contig>;
 using MutableTensor = nb::ndarray<nb::device::cpu, nb::c_contig>;
 using Bytes = nb::ndarray<uint8_t, nb::device::cpu, nb::c_contig>;
 
@@ -182,8 +183,11 @@ void sum_squares(const Tensor& values, Floats sums, const std::string& isa, int 
 
 void pack(const Tensor& weight, ConstFloats scale, std::optional<ConstFloats> zero_point,
           const Format& format, int64_t block_rows, int64_t block_columns, int num_bits, int layout,
-          bool round_quotient, Bytes out, const std::string& isa, int threads) {
-    if (weight.ndim() != 2 || out.ndim() != 2) throw std::invalid_argument("matrices, please");
+          bool round_quotient, std::optional<Bytes> out, std::optional<Doubles> errors,
+          const std::string& isa, int threads) {
+    if (weight.ndim() != 2 || (out && out->ndim() != 2)) {
+        throw std::invalid_argument("matrices, please");
+    }
     PackProblem p{};
     p.data = weight.data();
     p.type = type_of(weight);
@@ -203,10 +207,12 @@ void pack(const Tensor& weight, ConstFloats scale, std::optional<ConstFloats> ze
     p.num_bits = num_bits;
     p.layout = Layout(layout);
     p.round_quotient = round_quotient;
-    p.out = out.data();
-    p.out_row_bytes = int64_t(out.shape(1));
+    if (errors) require_size(*errors, p.rows, "errors");
+    p.errors = errors ? errors->data() : nullptr;
+    p.out = out ? out->data() : nullptr;
+    p.out_row_bytes = out ? int64_t(out->shape(1)) : 0;
     const int64_t bits = p.layout == Layout::bytes ? 8 : (p.layout == Layout::nibbles ? 4 : num_bits);
-    if (int64_t(out.shape(0)) != p.rows || p.out_row_bytes * 8 < p.columns * bits) {
+    if (out && (int64_t(out->shape(0)) != p.rows || p.out_row_bytes * 8 < p.columns * bits)) {
         throw std::invalid_argument("out is too small for the packed weight");
     }
     const Table& table = require_table(isa);
@@ -279,8 +285,8 @@ NB_MODULE(_native, m) {
           nb::arg("threads"));
     m.def("pack", &pack, nb::arg("weight"), nb::arg("scale"), nb::arg("zero_point").none(),
           nb::arg("format"), nb::arg("block_rows"), nb::arg("block_columns"), nb::arg("num_bits"),
-          nb::arg("layout"), nb::arg("round_quotient"), nb::arg("out"), nb::arg("isa"),
-          nb::arg("threads"));
+          nb::arg("layout"), nb::arg("round_quotient"), nb::arg("out").none(),
+          nb::arg("errors").none(), nb::arg("isa"), nb::arg("threads"));
     m.def("instruction_sets", &instruction_sets,
           "Return the builds of the kernels that this processor runs, best first.");
     m.def("cpu_features", &cpu_features,

@@ -92,23 +92,58 @@ static int64_t pack_bits(const uint8_t* codes, int64_t n, int bits, uint8_t* out
     return written;
 }
 
+// Sum of (reconstructed - x)^2, given x and what it was scaled to.
+static double squared_error(const float* x, const float* scaled, int64_t n, const Rounding& r,
+                            float scale, float zero_point) {
+    double total = 0;
+    for (int64_t begin = 0; begin < n; begin += CHECK_EVERY) {
+        const int64_t end = std::min(n, begin + CHECK_EVERY);
+        vf part = {};
+        int64_t i = begin;
+        for (; i + LANES <= end; i += LANES) {
+            const vf y = load(scaled + i);
+            const vf q = r.is_int ? round_int(y) : round_float(y, r.smallest_normal, r.magic);
+            const vf d = (q - zero_point) * scale - load(x + i);
+            part += d * d;
+        }
+        total += sum(part);
+        for (; i < end; ++i) {
+            const vf y = splat(scaled[i]);
+            const vf q = r.is_int ? round_int(y) : round_float(y, r.smallest_normal, r.magic);
+            const float d = (q[0] - zero_point) * scale - x[i];
+            total += d * d;
+        }
+    }
+    return total;
+}
+
 static void pack(const PackProblem& p, int threads) {
     const Format& f = p.format;
     const int64_t across = (p.columns + p.block_columns - 1) / p.block_columns;
     const Type quotient = p.round_quotient ? p.type : Type::f32;
+    const Rounding rounding(f);
     parallel_for(p.rows, std::max<int64_t>(1, (1 << 16) / std::max<int64_t>(p.columns, 1)), threads,
                  [&](int64_t begin, int64_t end) {
-        std::vector<float> row(p.columns);
+        std::vector<float> row(p.columns), before(p.errors != nullptr ? p.columns : 0);
         std::vector<uint8_t> codes(p.columns + 32);
         for (int64_t r = begin; r < end; ++r) {
             widen_row(p.data, p.type, r * p.row_stride, p.column_stride, p.columns, row.data());
+            if (p.errors != nullptr) {
+                std::copy(row.begin(), row.end(), before.begin());
+                p.errors[r] = 0;
+            }
             for (int64_t b = 0; b < across; ++b) {
                 const int64_t block = (r / p.block_rows) * across + b, at = b * p.block_columns;
+                const int64_t n = std::min(p.block_columns, p.columns - at);
                 const float* zp = p.zero_point != nullptr ? p.zero_point + block : nullptr;
-                scale_row(quotient, row.data() + at, std::min(p.block_columns, p.columns - at),
-                          f.has_global ? p.scale[block] / f.global_scale : p.scale[block], zp,
-                          f.qmin, f.qmax);
+                const float scale = f.has_global ? p.scale[block] / f.global_scale : p.scale[block];
+                scale_row(quotient, row.data() + at, n, scale, zp, f.qmin, f.qmax);
+                if (p.errors != nullptr) {
+                    p.errors[r] += squared_error(before.data() + at, row.data() + at, n, rounding,
+                                                 scale, zp != nullptr ? *zp : 0.0f);
+                }
             }
+            if (p.out == nullptr) continue;
             uint8_t* out = p.out + r * p.out_row_bytes;
             int64_t written = p.columns;
             if (p.layout == Layout::bytes && f.is_int) {
