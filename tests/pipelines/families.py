@@ -33,6 +33,16 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mistral": ("MistralConfig", {**COMMON, "sliding_window": 8}),
     "phi3": ("Phi3Config", COMMON),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {
+            **COMMON,
+            "head_dim": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+        },
+    ),
     "gpt2": (
         "GPT2Config",
         {

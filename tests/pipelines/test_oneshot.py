@@ -298,3 +298,64 @@ def test_mistyped_choices_are_named(name: str, folder: Path, tmp_path: Path) -> 
             tmp_path / "q",
             **{name: "sequental"},
         )
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_save_pretrained_of_a_quantized_module_writes_the_checkpoint(
+    folder: Path, tmp_path: Path
+) -> None:
+    """As scripts do it that give no output folder."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    result = oneshot(model, rtn("W4A16"))
+    assert result.output_dir is None
+    model.save_pretrained(tmp_path / "q", save_compressed=True)
+    oneshot(folder, rtn("W4A16"), None, tmp_path / "direct")
+    assert_close(tensors_of(tmp_path / "q"), tensors_of(tmp_path / "direct"), rtol=0, atol=0)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "q", dtype=torch.bfloat16)
+    assert_close(logits(loaded), logits(model), rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_propagated_error_reaches_the_layers_behind(folder: Path, tmp_path: Path) -> None:
+    modifier = rtn("W2A16" if "W2A16" in PRESET_SCHEMES else "W4A16", weight_observer="optimal")
+    recipe = [IMatrixGatherer(), modifier]
+    oneshot(folder, recipe, token_batches(), tmp_path / "plain")
+    oneshot(folder, recipe, token_batches(), tmp_path / "propagated", propagate_error=True)
+    plain, propagated = (tensors_of(tmp_path / n) for n in ("plain", "propagated"))
+    same = {n for n in plain if torch.equal(plain[n], propagated[n])}
+    differing = set(plain) - same
+    assert all("layers.0" not in name for name in differing)
+    assert any("layers.1" in name for name in differing)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("given", ["folder", "module"])
+def test_stacked_experts_keep_the_names_of_the_source(given: str, tmp_path: Path) -> None:
+    """transformers joins experts on loading; the file holds them one by one."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
+    model = small_model("qwen3_moe", **sizes, moe_intermediate_size=128)
+    model.save_pretrained(tmp_path / "source")
+    source = tensors_of(tmp_path / "source")
+    assert "model.layers.0.mlp.experts.0.gate_proj.weight" in source
+    modifier = QuantizationModifier(scheme="FP8_DYNAMIC", ignore=["lm_head", "re:.*mlp.gate$"])
+    model = tmp_path / "source" if given == "folder" else model
+    result = oneshot(model, modifier, None, tmp_path / "q")
+    written = tensors_of(tmp_path / "q")
+    assert set(source) <= set(written)
+    assert written["model.layers.0.self_attn.q_proj.weight"].dtype == torch.float8_e4m3fn
+    assert any("experts" in item.name for item in result.plan.left)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "q", dtype=torch.bfloat16)
+    assert bool(torch.isfinite(logits(loaded)).all())
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma3", "mistral", "phi3", "opt"])
+@pytest.mark.filterwarnings("ignore")
+def test_families(family: str, tmp_path: Path) -> None:
+    """Static activations, from a folder, loaded by transformers."""
+    model = small_model(family)
+    model.save_pretrained(tmp_path / "source")
+    modifier = QuantizationModifier(ignore=["lm_head"], **group("group_0"))
+    oneshot(tmp_path / "source", modifier, token_batches(), tmp_path / "q")
+    oneshot(model, modifier, token_batches())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "q", dtype=torch.bfloat16)
+    assert_close(logits(loaded), logits(model), rtol=0, atol=0)

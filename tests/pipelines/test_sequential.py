@@ -60,9 +60,10 @@ def test_folder_gives_the_plain_logits(family: str, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path, max_shard_size="60KB")
     expected = plain_logits(model, batches)
     source = Source.open(tmp_path)
-    assert all(p.device.type == "meta" for p in source.model.parameters())
+    joined = family == "qwen3_moe"  # its class stacks the experts, so it has to be loaded whole
+    assert source.in_memory == joined
     assert_close(run_in_sequence(source, batches), expected, rtol=0, atol=0)
-    assert all(p.device.type == "meta" for p in source.model.parameters()), "weights were kept"
+    assert source.in_memory == joined, "weights were kept"
 
 
 def test_masks_are_not_kept_once_per_batch() -> None:

@@ -53,7 +53,7 @@ def quantize_and_pack(
     packed:     integers into int32 words; False stores one int8 each
     """
     zero_point, block, rounds = _arithmetic(weight, scale, zero_point, args, global_scale, exact)
-    layout, shape, dtype = _storage(args, *weight.shape, packed)
+    layout, shape, dtype = _storage(args, weight.shape[0], weight.shape[1], packed)
     if _compiled(weight, scale, global_scale, rounds, backend):
         out = torch.empty(shape, dtype=dtype)
         raw = out.view(torch.uint8)
@@ -109,7 +109,7 @@ def _arithmetic(
     if args.type == "float" and args.num_bits == 4:
         zero_point = torch.zeros_like(scale)  # fp4 has none, but its zeros lose their sign
     rounds = not exact and _quotient(weight, scale, global_scale) in (torch.bfloat16, torch.float16)
-    return zero_point, _block(args, *weight.shape), rounds
+    return zero_point, _block(args, weight.shape[0], weight.shape[1]), rounds
 
 
 def _quotient(

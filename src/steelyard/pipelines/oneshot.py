@@ -10,6 +10,7 @@ calibrated in the pass that computes the input of the next.
 from __future__ import annotations
 
 import inspect
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -33,7 +34,7 @@ from steelyard.modifiers import QuantizationModifier
 from steelyard.pipelines.data import Samples, load_samples
 from steelyard.pipelines.plan import Plan, make_plan
 from steelyard.pipelines.progress import progress
-from steelyard.pipelines.saving import Output, weight_error
+from steelyard.pipelines.saving import Output, save_as_quantized, weight_error
 from steelyard.pipelines.sequential import Batch, LayerSequence, decoder_layers
 from steelyard.pipelines.source import Source, computing_in, fast_dtype
 from steelyard.recipes import Recipe, load_recipe
@@ -88,6 +89,7 @@ def oneshot(
     shuffle_calibration_samples: bool = True,
     seed: int = 0,
     pipeline: str = "auto",
+    propagate_error: bool | None = None,
     uncalibrated: str = "error",
     overwrite: bool = False,
     dry_run: bool = False,
@@ -103,6 +105,8 @@ def oneshot(
     output_dir:   where the checkpoint goes; may be left out for a loaded module
     pipeline:     sequential (layer by layer) | basic (the whole model at once) | datafree; auto
                   takes the last where no data is needed, else the first
+    propagate_error: show each layer what the quantized layers before it give, at the cost of a
+                  second pass; None does so where a modifier asks for it
     uncalibrated: what a module that no token reached gets: an error, or weights-only
     dry_run:      stop after the plan
     """
@@ -115,11 +119,20 @@ def oneshot(
         raise PlanError("output_dir is missing: where should the checkpoint go?")
     config, check = _config_of(loaded)
     plan = make_plan(source.model, config, check)
+    text_config = source.model.config.get_text_config()
+    plan.layers = getattr(text_config, "num_hidden_layers", 1)
+    plan.hidden = getattr(text_config, "hidden_size", 0)
+    if loaded.needs_data:
+        plan.tokens = num_calibration_samples * (max_seq_length or 2048)  # at most
+    if show_progress or (show_progress is None and sys.stderr.isatty()):
+        print(plan, file=sys.stderr)
     result = Result(plan, loaded, model=model if isinstance(model, Module) else None)
     if dry_run:
         return result
     plan.require()
-    run = _Run(source, result, uncalibrated, show_progress)
+    if propagate_error is None:
+        propagate_error = any(m.propagates_error for m in loaded.modifiers)
+    run = _Run(source, result, uncalibrated, propagate_error, show_progress)
     needs_data = loaded.needs_data
     if pipeline == "datafree" and needs_data:
         raise DataError('the recipe needs calibration data, so pipeline="datafree" cannot run it')
@@ -144,7 +157,7 @@ def oneshot(
             split=splits,
             shuffle=shuffle_calibration_samples,
             seed=seed,
-            vocab_size=source.model.config.get_text_config().vocab_size,
+            vocab_size=getattr(text_config, "vocab_size", None),
         )
         result.notes.append(samples.description)
     with Output.open(source, output_dir, overwrite, tokenizer or processor) as run.output:
@@ -157,8 +170,9 @@ def oneshot(
             run.layer_by_layer(samples)
         run.raise_unseen()
         final = run.final_config(config)
-        source.model.config.quantization_config = None
         result.output_dir = run.output.finish(final, loaded.text, result.modules, plan)
+    if result.model is not None:
+        save_as_quantized(source, final, loaded.text, result.modules, plan, tokenizer or processor)
     result.seconds = time.perf_counter() - started
     return result
 
@@ -167,11 +181,17 @@ class _Run:
     """The state of one run: what is left to do is in the calls, what was found is here."""
 
     def __init__(
-        self, source: Source, result: Result, uncalibrated: str, show: bool | None
+        self,
+        source: Source,
+        result: Result,
+        uncalibrated: str,
+        propagate: bool,
+        show: bool | None,
     ) -> None:
         self.source = source
         self.result = result
         self.uncalibrated = uncalibrated
+        self.propagate = propagate
         self.show = show
         self.output: Output
         self.unseen: list[str] = []
@@ -210,10 +230,17 @@ class _Run:
 
                 def run(index: int = index) -> None:
                     for batch in batches:
+                        output = sequence.run(index, batch)
+                        if not self.propagate:
+                            batch.hidden = output
+                            advance()
+
+                def again(index: int = index) -> None:
+                    for batch in batches if self.propagate else ():
                         batch.hidden = sequence.run(index, batch)
                         advance()
 
-                self._module(layer, f"{sequence.name}.{index}", None, run)
+                self._module(layer, f"{sequence.name}.{index}", None, run, again)
             self._rest(sequence, batches)
 
     def whole(self, samples: Samples) -> None:
@@ -244,9 +271,17 @@ class _Run:
 
     @torch.no_grad()
     def _module(
-        self, module: Module, name: str, without: Module | None, run: Callable[[], None]
+        self,
+        module: Module,
+        name: str,
+        without: Module | None,
+        run: Callable[[], None],
+        again: Callable[[], None] = lambda: None,
     ) -> None:
-        """Calibrate `module` while `run` passes data through it; hand its tensors to the output."""
+        """Calibrate `module` while `run` passes data through it; hand its tensors to the output.
+
+        again: a pass through the quantized module
+        """
         skip = () if without is None else (decoder_layers(self.source.model)[0],)
         with self.source.loaded(module, name, skip):
             with Calibration(module, name, without) as calibration:
@@ -256,6 +291,8 @@ class _Run:
                 calibration.finish()
                 tokens = {n: observed_tokens(m) for n, m in calibration.modules.items()}
                 self._note_unweighed(calibration)
+            with computing_in(module, self.dtype):
+                again()
             for each, quantized in calibration.modules.items():
                 error = weight_error(quantized)
                 self.result.modules[each] = ModuleResult(error, tokens[each])

@@ -26,6 +26,11 @@ __all__ = ["Left", "Plan", "Planned", "make_plan"]
 _ROW_PARALLEL = ("o_proj", "down_proj", "out_proj", "dense", "w2", "fc2", "wo")
 _PARALLEL = (2, 4, 8)
 
+# For the estimate: seconds per weight and thread by observer, products per second and thread,
+# bytes per second of a disk.
+_SEARCH = {"memoryless_mse": 12e-9, "mse": 12e-9, "optimal": 45e-9, "imatrix_mse": 8e-9}
+_FLOPS, _DISK = 4e10, 5e8
+
 
 @dataclass(frozen=True)
 class Planned:
@@ -65,11 +70,33 @@ class Plan:
     warnings: list[str] = field(default_factory=list)
     source_bytes: int = 0
     small_bytes: int = 0  # norms, biases and the like
+    layers: int = 1
+    hidden: int = 0
+    tokens: int = 0  # that will flow through the model
 
     @property
     def output_bytes(self) -> int:
         kept = sum(left.nbytes for left in self.left) + self.small_bytes
         return kept + sum(planned.stored_bytes for planned in self.quantized)
+
+    @property
+    def seconds(self) -> float:
+        """About how long the run takes: searches, one pass of the tokens, and the files."""
+        threads = torch.get_num_threads()
+        search = sum(_search_time(p) for p in self.quantized)
+        products = sum(p.shape[0] * p.shape[1] for p in self.quantized) * self.tokens
+        return (search + 2 * products / _FLOPS) / threads + self.source_bytes / _DISK
+
+    @property
+    def memory(self) -> int:
+        """About how many bytes a run from a folder holds at once, beside the libraries.
+
+        One layer, or all that is outside of the layers; with data once more in fp32, and the
+        hidden states.
+        """
+        inside = sum(_bytes(p.dtype, p.shape) for p in self.quantized) // max(self.layers, 1)
+        outside = sum(left.nbytes for left in self.left) + self.small_bytes
+        return max(inside, outside) * (3 if self.tokens else 1) + 4 * self.tokens * self.hidden
 
     def require(self) -> None:
         """Raise if anything in the plan cannot work."""
@@ -88,7 +115,10 @@ class Plan:
             names = [left.name for left in self.left if left.reason == reason]
             shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
             lines.append(f"left: {shown} ({reason})")
-        lines.append(f"{self.source_bytes / 1e9:.2f} GB -> {self.output_bytes / 1e9:.2f} GB")
+        lines.append(
+            f"{self.source_bytes / 1e9:.2f} GB -> {self.output_bytes / 1e9:.2f} GB; about "
+            f"{self.memory / 1e9:.1f} GB of memory and {_duration(self.seconds)}"
+        )
         lines += [f"warning: {warning}" for warning in self.warnings]
         lines += [f"error: {error}" for error in self.errors]
         return "\n".join(lines)
@@ -133,6 +163,13 @@ def make_plan(model: Any, config: QuantizationConfig, check_divisibility: bool =
             plan.warnings.append(f"{pattern!r} in ignore matches no module")
     if not plan.quantized and not plan.attention:
         plan.errors.append("nothing would be quantized")
+    stacked = [left for left in plan.left if len(left.shape) > 2]
+    if stacked:
+        share = sum(left.nbytes for left in stacked) / max(plan.source_bytes, 1)
+        plan.warnings.append(
+            f"{len(stacked)} stacked weights such as {stacked[0].name} {stacked[0].shape} are not "
+            f"quantized; they are {share:.0%} of the model"
+        )
     plan.errors += _tied(model, plan)
     plan.errors += _half_fused(modules, plan)
     for planned in plan.quantized:
@@ -257,6 +294,18 @@ def _args(scheme: QuantizationScheme) -> list[tuple[str, QuantizationArgs]]:
 def _divisors(columns: int, wanted: int) -> str:
     fitting = [g for g in (16, 32, 64, 128, 256) if columns % g == 0 and g != wanted]
     return f"{', '.join(map(str, fitting))} would fit" if fitting else "use strategy channel"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{max(seconds, 1):.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def _search_time(planned: Planned) -> float:
+    weights = planned.scheme.weights
+    each = _SEARCH.get(weights.observer or "", 2e-9) if weights is not None else 0.0
+    return planned.shape[0] * planned.shape[1] * each
 
 
 def _bytes(dtype: torch.dtype, shape: Any) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus
+from compressed_tensors.utils.match import match_name
 from torch.nn import Module
 
 from steelyard.checkpoint import (
@@ -30,7 +31,7 @@ from steelyard.observers.fusion import FUSED_LAYER_NAMES
 from steelyard.pipelines.plan import Plan
 from steelyard.pipelines.source import Source
 
-__all__ = ["Output", "weight_error"]
+__all__ = ["Output", "save_as_quantized", "weight_error"]
 
 
 def weight_error(module: Module) -> float | None:
@@ -54,6 +55,7 @@ class Output:
         self.writer = writer
         self.tokenizer = tokenizer
         self.done: set[str] = set()  # names in the source that are dealt with
+        self.plain: list[str] = []  # weights that are written as they were
 
     @classmethod
     @contextlib.contextmanager
@@ -109,9 +111,19 @@ class Output:
         tied = getattr(self.source.model, "all_tied_weights_keys", None) or {}
         if name in tied or name in self.done:
             return
+        from transformers.core_model_loading import revert_weight_conversion
+
         self.done.add(name)
         assert self.writer is not None
-        self.writer.add(name, value)
+        # what the class joined on loading, such as experts, is saved as it was
+        for original, tensor in revert_weight_conversion(self.source.model, {name: value}).items():
+            self._add_plain(original, tensor)
+
+    def _add_plain(self, name: str, tensor: torch.Tensor) -> None:
+        assert self.writer is not None
+        self.writer.add(name, tensor)
+        if tensor.ndim == 2 and name.endswith(".weight"):
+            self.plain.append(name.removesuffix(".weight"))
 
     def _release(self, module: Module) -> None:
         """Let go of the scales of a module that was filled from a file."""
@@ -132,7 +144,7 @@ class Output:
         if shards is not None:
             for name in shards.names():
                 if name not in self.done:
-                    self.writer.add(name, shards.read(name))
+                    self._add_plain(name, shards.read(name))
             self.writer.carry(shards)
             content = json.loads((shards.folder / "config.json").read_text(encoding="utf-8"))
         else:
@@ -145,6 +157,7 @@ class Output:
         config = config.model_copy(
             update={
                 "config_groups": groups,
+                "ignore": self._ignored(config),
                 "quantization_status": QuantizationStatus.COMPRESSED,
                 "format": _format(config),
             }
@@ -169,6 +182,23 @@ class Output:
             raise CheckpointInvalid(f"{folder} was written but is not as it should be:\n{listed}")
         return folder
 
+    def _ignored(self, config: QuantizationConfig) -> list[str]:
+        """Name every Linear that is not quantized: a server sees classes, not what we left out.
+
+        Experts that the model class joined are Linear layers to a server that does not.
+        """
+        modules = dict(self.source.model.named_modules())
+        names = {self.source.key(f"{n}.weight").removesuffix(".weight"): n for n in modules}
+        found = list(config.ignore)
+        for name in self.plain:
+            module = modules[names[name]] if name in names else None
+            if module is not None and not isinstance(module, torch.nn.Linear):
+                continue
+            known = any(match_name(name, pattern) for pattern in config.ignore)
+            if not known:
+                found.append(name)
+        return found
+
     def _carry_from_model(self) -> None:
         assert self.writer is not None
         model = self.source.model
@@ -188,6 +218,30 @@ class Output:
                 if file.is_file():
                     relative = file.relative_to(temporary).as_posix()
                     self.writer.write_text(relative, file.read_text(encoding="utf-8"))
+
+
+def save_as_quantized(
+    source: Source,
+    config: QuantizationConfig,
+    recipe: str,
+    modules: Mapping[str, Any],
+    plan: Plan,
+    tokenizer: Any,
+) -> None:
+    """Make the module's own `save_pretrained` write what quantization made of it."""
+    plain = type(source.model).save_pretrained
+
+    def save_pretrained(
+        save_directory: str | Path, save_compressed: bool = True, **options: Any
+    ) -> None:
+        if not save_compressed:
+            plain(source.model, save_directory, **options)
+            return
+        with Output.open(source, save_directory, False, tokenizer) as output:
+            output.add(source.model, "", None)
+            output.finish(config, recipe, modules, plan)
+
+    source.model.save_pretrained = save_pretrained
 
 
 def _format(config: QuantizationConfig) -> str:

@@ -28,12 +28,16 @@ class Source:
     shards: the files behind the skeleton; None for a module that was given
     """
 
-    def __init__(self, model: Any, shards: Shards | None = None) -> None:
+    def __init__(
+        self, model: Any, shards: Shards | None = None, keys: dict[str, str] | None = None
+    ) -> None:
         self.model = model
         self.shards = shards
-        self.keys: dict[str, str] = {}
-        if shards is not None:
-            self.keys = _keys(model, shards)
+        self.keys = keys or {}
+
+    @property
+    def in_memory(self) -> bool:
+        return all(p.device.type != "meta" for p in self.model.parameters())
 
     @classmethod
     def open(
@@ -61,7 +65,10 @@ class Source:
                 trust_remote_code=trust_remote_code,
                 **options,
             )
-        return cls(skeleton.eval(), shards)
+        keys, missing = _keys(skeleton, shards)
+        if missing:
+            skeleton = _load_converted(folder, skeleton, missing, trust_remote_code)
+        return cls(skeleton.eval(), shards, keys)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -152,8 +159,8 @@ def _parameters_on_meta() -> Iterator[None]:
         Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def _keys(model: Any, shards: Shards) -> dict[str, str]:
-    """Map every parameter of the model to its name in the files."""
+def _keys(model: Any, shards: Shards) -> tuple[dict[str, str], list[str]]:
+    """Map the parameters of the model to their names in the files; return those without, too."""
     prefix = f"{model.base_model_prefix}."
     tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
     keys, missing = {}, []
@@ -166,14 +173,27 @@ def _keys(model: Any, shards: Shards) -> dict[str, str]:
             missing.append(name)
         else:
             keys[name] = found
-    if missing:
+    return keys, missing
+
+
+def _load_converted(folder: Path, skeleton: Any, missing: list[str], trust: bool) -> Any:
+    """Load a model whose class joins or renames what the files hold, such as stacked experts."""
+    from transformers import AutoModelForCausalLM
+
+    answer: Any = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=next(skeleton.parameters()).dtype,
+        trust_remote_code=trust,
+        output_loading_info=True,
+    )
+    loaded, report = answer
+    absent = sorted(report["missing_keys"])
+    if absent:
+        more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
         raise PipelineError(
-            f"{shards.folder} has no tensor for {missing[0]}"
-            f"{f' and {len(missing) - 1} more' if len(missing) > 1 else ''}, which "
-            f"{type(model).__name__} needs. transformers may convert this checkpoint on loading: "
-            "load it yourself and pass the module instead of the folder"
+            f"{folder} has no tensor for {absent[0]}{more}, which {type(skeleton).__name__} needs"
         )
-    return keys
+    return loaded
 
 
 def _stored_dtype(config: Any, shards: Shards) -> torch.dtype:

@@ -1,0 +1,286 @@
+"""Does vLLM serve what was written as it was meant?
+
+A checkpoint that loads proves little: a server that misread a scale would still generate. This
+quantizes a model from its folder with every scheme that vLLM serves on a CPU, and compares the
+log-probability of each token of held-out text, as vLLM gives it, with that of transformers on the
+same checkpoint in the same type.
+
+    python benchmarks/serving.py MODEL --server PYTHON [--text FILE] [--json FILE]
+
+PYTHON is that of an environment with vLLM, which need not share one with Steelyard. Two numbers
+stand beside each difference: what the engines differ by on the model before quantization, and what
+a wrong scale would do, which is what vLLM serves after one layer's scale was doubled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import warnings
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+SAMPLES, SAMPLE_LENGTH = 64, 256  # to calibrate with
+PROMPTS, LENGTH = 8, 128  # to compare on
+DENSE = "not quantized"
+DAMAGED = " damaged"
+ENGINE = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_INT4_W4A8": "0",  # with AMX it would quantize the activations of W4A16 too
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the layers must be within reach
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
+
+
+# ---- in the server's environment ----
+
+
+def kernels_of(model) -> list[str]:
+    """Return the kernels that the decoder's linear layers run in."""
+    found = set()
+    for name, module in model.named_modules():
+        if name.endswith("_proj"):
+            scheme = getattr(module, "scheme", None)
+            kernel = getattr(scheme, "kernel", None) or getattr(scheme, "fp8_linear", None)
+            found.add(type(kernel or scheme or module.quant_method).__name__)
+    return sorted(found)
+
+
+def run_engine(folder: str, dtype: str, tokens: list[list[int]]) -> dict:
+    """Serve a checkpoint; return the log-probability of every token but the first of a row."""
+    os.environ.update(ENGINE)
+    from vllm import LLM, SamplingParams, __version__
+
+    llm = LLM(folder, dtype=dtype, enforce_eager=True, max_model_len=2 * LENGTH)
+    wanted = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
+    answers = llm.generate([{"prompt_token_ids": row} for row in tokens], wanted, use_tqdm=False)
+    found = [
+        answer.prompt_logprobs[i][row[i]].logprob
+        for row, answer in zip(tokens, answers, strict=True)
+        for i in range(1, len(row))
+    ]
+    kernels = llm.apply_model(kernels_of)[0]
+    return {"logprobs": found, "kernels": kernels, "version": __version__}
+
+
+def serve(asked: str, answered: str) -> None:
+    """Serve each checkpoint that the file `asked` names; write to the file `answered`."""
+    question = json.loads(Path(asked).read_text())
+    answers = {}
+    # an engine leaves much behind, so each has a process of its own
+    with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
+        for name, folder in question["folders"].items():
+            run = pool.submit(run_engine, folder, question["dtype"], question["tokens"])
+            try:
+                answers[name] = run.result()
+            except Exception as error:  # the table says which one, and why
+                answers[name] = {"error": f"{type(error).__name__}: {error}"}
+    Path(answered).write_text(json.dumps(answers))
+
+
+# ---- in Steelyard's ----
+
+
+def schemes_for(config) -> dict[str, dict]:
+    """Return what to give the modifier for each scheme, in group sizes that divide the model's."""
+    sizes = {config.hidden_size, config.intermediate_size}
+    groups = [g for g in (128, 64, 32) if all(size % g == 0 for size in sizes)]
+    if not groups:
+        raise SystemExit(f"no group size divides {sizes}")
+
+    def linear(activations: dict | None = None, **weights) -> dict:
+        scheme = {"targets": ["Linear"], "weights": weights}
+        if activations is not None:
+            scheme["input_activations"] = activations
+        return {"config_groups": {"group_0": scheme}}
+
+    def grouped(size: int, **options) -> dict:
+        return {"num_bits": 4, "strategy": "group", "group_size": size, **options}
+
+    found = {f"W4A16 group {size}": linear(**grouped(size)) for size in groups}
+    if 128 not in groups and config.intermediate_size % 128 == 0:
+        found[f"W4A16 group 128 for down_proj, else {groups[0]}"] = {
+            "config_groups": {
+                "group_0": {"targets": ["re:.*down_proj$"], "weights": grouped(128)},
+                "group_1": {
+                    "targets": ["re:.*(q|k|v|o|gate|up)_proj$"],
+                    "weights": grouped(groups[0]),
+                },
+            }
+        }
+    found[f"W4A16 group {groups[0]}, asymmetric"] = linear(**grouped(groups[0], symmetric=False))
+    found["W4A16 channel"] = linear(num_bits=4, strategy="channel")
+    found["W8A16 channel"] = linear(num_bits=8, strategy="channel")
+    found["W8A8, dynamic"] = {"scheme": "W8A8"}
+    static = {"num_bits": 8, "strategy": "tensor", "observer": "minmax"}
+    byte = {"num_bits": 8, "strategy": "channel"}
+    found["W8A8, static"] = linear(static, **byte)
+    found["W8A8, static asymmetric"] = linear({**static, "symmetric": False}, **byte)
+    found["FP8_DYNAMIC"] = {"scheme": "FP8_DYNAMIC"}
+    token = {"num_bits": 8, "strategy": "token", "dynamic": True}
+    found[f"W4A8 group {groups[0]}, dynamic"] = linear(token, **grouped(groups[0]))
+    return found
+
+
+def tokens_for(model: Path, text: Path | None):
+    """Return the tokens to calibrate with, and those to compare on."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if text is None:  # what the model itself writes
+        writer = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        torch.manual_seed(0)
+        start = torch.full((SAMPLES + PROMPTS, 1), writer.config.bos_token_id)
+        size = {"max_new_tokens": SAMPLE_LENGTH - 1, "min_new_tokens": SAMPLE_LENGTH - 1}
+        written = writer.generate(start, do_sample=True, top_k=0, **size)
+        return written[:SAMPLES], written[SAMPLES:, :LENGTH]
+    prose = text.read_text(encoding="utf-8")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    parts = []
+    for offset, count, length in ((0, SAMPLES, SAMPLE_LENGTH), (6_000_000, PROMPTS, LENGTH)):
+        piece = prose[offset : offset + 8 * count * length]
+        ids = tokenizer(piece, return_tensors="pt").input_ids[0, : count * length]
+        parts.append(ids.reshape(count, length))
+    return parts[0], parts[1]
+
+
+def logprobs_of(folder: Path, dtype: str, tokens) -> list[float]:
+    """Return what transformers gives, as `run_engine` does for vLLM."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with contextlib.redirect_stderr(io.StringIO()), torch.no_grad():  # bars are drawn there
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+        logits = torch.cat([model(row[None]).logits for row in tokens]).float()
+    chosen = logits.log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None])
+    return chosen.flatten().tolist()
+
+
+def damage(folder: Path, layers: int) -> Path:
+    """Write a copy in which the scale of one layer is doubled; return its folder."""
+    from safetensors.torch import load_file, save_file
+
+    target = folder.with_name(folder.name + DAMAGED)
+    shutil.copytree(folder, target)
+    name = f"model.layers.{layers // 2}.mlp.down_proj.weight_scale"
+    for file in target.glob("*.safetensors"):
+        tensors = load_file(file)
+        if name in tensors:
+            tensors[name] = tensors[name] * 2
+            save_file(tensors, file, {"format": "pt"})
+            return target
+    raise SystemExit(f"{folder} has no {name}")
+
+
+def compare(found: list[float], expected: list[float]) -> dict[str, float]:
+    distances = [abs(a - b) for a, b in zip(found, expected, strict=True)]
+    return {"mean": sum(distances) / len(distances), "max": max(distances)}
+
+
+def run(options: argparse.Namespace, scratch: Path) -> dict:
+    from importlib.metadata import version
+
+    from transformers import AutoConfig
+
+    from steelyard import oneshot
+    from steelyard.modifiers import QuantizationModifier
+
+    config = AutoConfig.from_pretrained(options.model)
+    calibration, tokens = tokens_for(options.model, options.text)
+    folders = {DENSE: options.model.resolve()}
+    for name, scheme in schemes_for(config).items():
+        print(f"quantizing: {name}", file=sys.stderr)
+        recipe = QuantizationModifier(ignore=["lm_head"], **scheme)
+        data = calibration if recipe.needs_data else None
+        folder = scratch / f"{len(folders):02}"
+        oneshot(options.model, recipe, data, folder, show_progress=False)
+        folders[name] = folder
+        folders[name + DAMAGED] = damage(folder, config.num_hidden_layers)
+    question, answer = scratch / "question.json", scratch / "answer.json"
+    content = {"folders": {n: str(f) for n, f in folders.items()}, "dtype": options.dtype}
+    question.write_text(json.dumps({**content, "tokens": tokens.tolist()}))
+    with (scratch / "log").open("w+") as log:
+        command = [options.server, __file__, "serve", str(question), str(answer)]
+        if subprocess.run(command, stdout=log, stderr=log).returncode:
+            log.seek(0)
+            raise SystemExit(log.read())
+    answers = json.loads(answer.read_text())
+    results = []
+    for name, folder in folders.items():
+        if name.endswith(DAMAGED):
+            continue
+        served = answers[name]
+        if "error" in served:
+            results.append({"scheme": name, "error": served["error"]})
+            continue
+        expected, wide = (logprobs_of(folder, d, tokens) for d in (options.dtype, "float32"))
+        result = {
+            "scheme": name,
+            "kernels": served["kernels"],
+            "difference": compare(served["logprobs"], expected),
+            "rounding": compare(expected, wide),
+            "vLLM from float32": compare(served["logprobs"], wide),
+        }
+        if name != DENSE:
+            harmed = answers[name + DAMAGED]["logprobs"]
+            result["damaged"] = compare(harmed, expected)
+        results.append(result)
+    return {
+        "model": options.model.name,
+        "dtype": options.dtype,
+        "calibration": f"{SAMPLES} x {SAMPLE_LENGTH} tokens",
+        "evaluated": f"{PROMPTS} x {LENGTH - 1} tokens",
+        "versions": {
+            "vllm": answers[DENSE]["version"],
+            **{n: version(n) for n in ("torch", "transformers", "compressed-tensors")},
+        },
+        "results": results,
+    }
+
+
+def print_table(outcome: dict) -> None:
+    columns = ["difference", "rounding", "vLLM from float32", "damaged"]
+    print(f"{outcome['model']}, {outcome['dtype']}, {outcome['evaluated']}; mean / largest")
+    print(f"{'':<38}" + "".join(f"{column:>20}" for column in columns))
+    for r in outcome["results"]:
+        if "error" in r:
+            print(f"{r['scheme']:<38} {r['error']}")
+            continue
+        cells = [f"{r[c]['mean']:.4f} / {r[c]['max']:.3f}" if c in r else "" for c in columns]
+        kernels = ", ".join(r["kernels"])
+        print(f"{r['scheme']:<38}" + "".join(f"{cell:>20}" for cell in cells) + f"  {kernels}")
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["serve"]:
+        serve(*sys.argv[2:])
+        return
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--server", required=True, help="python of an environment with vLLM")
+    parser.add_argument("--text", type=Path, help="else the model writes text of its own")
+    parser.add_argument("--dtype", default="float16", choices=["float16", "bfloat16"])
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    with tempfile.TemporaryDirectory() as folder:
+        outcome = run(options, Path(folder))
+    print_table(outcome)
+    if options.json:
+        options.json.write_text(json.dumps(outcome, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

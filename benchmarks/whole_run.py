@@ -1,0 +1,262 @@
+"""A whole run beside llm-compressor's: from the command to the finished folder.
+
+Every run is a process of its own, so imports, reading, calibration, search and writing all count.
+Both sides get the same folder, the same scheme, the same observers and the same token ids, and run
+in turn; the least of each counts. `wait4` tells CPU time and peak memory of a process that ended.
+
+    python benchmarks/whole_run.py MODEL --text FILE --python OURS --peer-python PEER [--json FILE]
+
+"Extra memory" is the peak without the size of the model's files, and without the peak of a process
+that only imports what the run does. It is below zero for a run that never holds the whole model.
+This process must stay small: a child's peak starts from what its parent holds when it is started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+SAMPLES, LENGTH = 64, 512
+SIDES = ("peer", "ours")
+CASES: dict[str, dict] = {
+    "W4A16 group 64, MSE search": {
+        "calibrated": False,
+        "wanted": 8,
+        "scheme": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 4,
+                "strategy": "group",
+                "group_size": 64,
+                "observer": "memoryless_mse",
+            },
+        },
+    },
+    "W8A8 static, calibrated": {
+        "calibrated": True,
+        "wanted": 2,
+        "scheme": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "strategy": "channel", "observer": "memoryless_minmax"},
+            "input_activations": {"num_bits": 8, "strategy": "tensor", "observer": "minmax"},
+        },
+    },
+}
+
+
+# ---- in a process of its own ----
+
+
+def import_side(side: str, name: str, *_: str) -> None:
+    """Import what a run of a side imports."""
+    import transformers  # noqa: F401
+
+    entry_point(side)
+    if CASES[name]["calibrated"]:
+        import datasets  # noqa: F401
+
+
+def entry_point(side: str):
+    """Return the `oneshot` and the modifier of a side."""
+    if side == "peer":
+        from llmcompressor import oneshot
+        from llmcompressor.modifiers.quantization import QuantizationModifier
+    else:
+        from steelyard import oneshot
+        from steelyard.modifiers import QuantizationModifier
+    return oneshot, QuantizationModifier
+
+
+def run_side(side: str, name: str, model: str, tokens: str, output: str) -> None:
+    case = CASES[name]
+    oneshot, modifier = entry_point(side)
+    options: dict = {}
+    if case["calibrated"]:
+        from datasets import Dataset
+
+        rows = json.loads(Path(tokens).read_text())
+        options = {
+            "dataset": Dataset.from_dict({"input_ids": rows}),
+            "num_calibration_samples": SAMPLES,
+            "max_seq_length": LENGTH,
+            "shuffle_calibration_samples": False,
+        }
+    recipe = modifier(config_groups={"group_0": case["scheme"]}, ignore=["lm_head"])
+    oneshot(model=model, recipe=recipe, output_dir=output, **options)
+
+
+def tokenize(model: str, text: str, output: str) -> None:
+    from transformers import AutoTokenizer
+
+    prose = Path(text).read_text(encoding="utf-8")[: 8 * SAMPLES * LENGTH]
+    ids = AutoTokenizer.from_pretrained(model)(prose)["input_ids"][: SAMPLES * LENGTH]
+    rows = [ids[start : start + LENGTH] for start in range(0, len(ids), LENGTH)]
+    Path(output).write_text(json.dumps(rows))
+
+
+def compare(first: str, second: str) -> dict[str, float]:
+    """Return, per kind of tensor, the share of values that are equal in two checkpoints."""
+    from safetensors import safe_open
+
+    equal: dict[str, list[int]] = {}
+    files = [Path(folder) / "model.safetensors" for folder in (first, second)]
+    with safe_open(files[0], "pt") as a, safe_open(files[1], "pt") as b:
+        assert set(a.keys()) == set(b.keys()), set(a.keys()) ^ set(b.keys())
+        for name in sorted(set(a.keys())):
+            x, y = a.get_tensor(name), b.get_tensor(name)
+            assert (x.shape, x.dtype) == (y.shape, y.dtype), name
+            counts = equal.setdefault(name.rpartition(".")[2], [0, 0])
+            counts[0] += int((x == y).sum())
+            counts[1] += x.numel()
+    return {kind: same / count for kind, (same, count) in equal.items()}
+
+
+def versions(*names: str) -> dict[str, str]:
+    from importlib.metadata import version
+
+    return {name: version(name) for name in names}
+
+
+TASKS = {
+    "import": import_side,
+    "run": run_side,
+    "tokenize": tokenize,
+    "compare": compare,
+    "versions": versions,
+}
+
+
+# ---- the one that starts them ----
+
+
+def measured(command: list[str]) -> dict[str, float]:
+    """Run a command to its end; return seconds, and bytes of its peak resident memory."""
+    environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}
+    with tempfile.TemporaryFile() as printed:
+        started = time.perf_counter()
+        process = subprocess.Popen(command, env=environment, stdout=printed, stderr=printed)
+        _, status, usage = os.wait4(process.pid, 0)
+        wall = time.perf_counter() - started
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            printed.seek(0)
+            raise SystemExit(f"{' '.join(command)}\n{printed.read().decode(errors='replace')}")
+    return {"wall": wall, "cpu": usage.ru_utime + usage.ru_stime, "peak": usage.ru_maxrss * 1024}
+
+
+def asked(python: str, kind: str, *arguments: object) -> dict:
+    """Do one of TASKS in another environment; return what it found."""
+    command = [python, __file__, kind, *map(str, arguments)]
+    found = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
+    return json.loads(found.stdout.splitlines()[-1])
+
+
+def least(runs: list[dict[str, float]]) -> dict[str, float]:
+    return {name: min(run[name] for run in runs) for name in runs[0]}
+
+
+def run_case(name: str, options: argparse.Namespace, scratch: Path, tokens: Path) -> dict:
+    pythons = {"peer": options.peer_python, "ours": options.python}
+    outputs = {side: scratch / side for side in SIDES}
+
+    def command(side: str, kind: str) -> list[str]:
+        given = [str(path) for path in (options.model, tokens, outputs[side])]
+        return [pythons[side], __file__, kind, side, name, *given]
+
+    imports = {s: least([measured(command(s, "import")) for _ in range(2)]) for s in SIDES}
+    runs: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
+    for side in ["peer", "ours"] * options.runs + ["ours"]:
+        shutil.rmtree(outputs[side], ignore_errors=True)
+        runs[side].append(measured(command(side, "run")))
+        r = runs[side][-1]
+        print(
+            f"{name:<28} {side:<5} {r['wall']:7.2f} s, CPU {r['cpu']:7.2f} s, "
+            f"peak {r['peak'] / 1e6:6.0f} MB",
+            flush=True,
+        )
+    weights = sum(f.stat().st_size for f in options.model.glob("*.safetensors"))
+    best = {side: least(runs[side]) for side in SIDES}
+    extra = {side: best[side]["peak"] - imports[side]["peak"] - weights for side in SIDES}
+    return {
+        "case": name,
+        "model bytes": weights,
+        "imports": imports,
+        "runs": runs,
+        **best,
+        "extra": extra,
+        "faster": best["peer"]["wall"] / best["ours"]["wall"],
+        "wanted": CASES[name]["wanted"],
+        "equal": asked(options.python, "compare", outputs["peer"], outputs["ours"]),
+    }
+
+
+def print_table(results: list[dict]) -> None:
+    for r in results:
+        print(
+            f"\n{r['case']}: {r['faster']:.1f} x faster (wanted {r['wanted']} x); with imports only"
+        )
+        for side in SIDES:
+            only = r["imports"][side]
+            print(
+                f"  {side:<5} {r[side]['wall']:7.2f} s ({only['wall']:.2f}), CPU "
+                f"{r[side]['cpu']:7.2f} s ({only['cpu']:.2f}), peak {r[side]['peak'] / 1e6:5.0f} MB"
+                f" ({only['peak'] / 1e6:.0f}), extra {r['extra'][side] / 1e6:5.0f} MB"
+            )
+        print("  equal: " + ", ".join(f"{kind} {share:.4%}" for kind, share in r["equal"].items()))
+
+
+def main() -> None:
+    if sys.argv[1:] and sys.argv[1] in TASKS:
+        print(json.dumps(TASKS[sys.argv[1]](*sys.argv[2:])))
+        return
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--text", type=Path, required=True, help="calibration text")
+    parser.add_argument("--python", default=sys.executable, help="of ours")
+    parser.add_argument("--peer-python", default=sys.executable, help="of llm-compressor's")
+    parser.add_argument("--runs", type=int, default=2, help="of each side; ours runs once more")
+    parser.add_argument("--cases", type=int, nargs="*", help="numbers of the cases; else all")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    shared = ["torch", "transformers", "compressed-tensors"]
+    names = list(CASES)
+    chosen = names if options.cases is None else [names[i] for i in options.cases]
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        tokens = scratch / "tokens.json"
+        asked(options.python, "tokenize", options.model, options.text, tokens)
+        results = [run_case(name, options, scratch, tokens) for name in chosen]
+    print_table(results)
+    if options.json:
+        outcome = {
+            "model": options.model.name,
+            "calibration": f"{SAMPLES} x {LENGTH} tokens",
+            "machine": {"processor": processor(), "cores": os.cpu_count()},
+            "versions": {
+                "peer": asked(options.peer_python, "versions", "llmcompressor", *shared),
+                "ours": asked(options.python, "versions", *shared),
+            },
+            "results": results,
+        }
+        options.json.write_text(json.dumps(outcome, indent=1) + "\n")
+
+
+def processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+if __name__ == "__main__":
+    main()
