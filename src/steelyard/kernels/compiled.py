@@ -110,9 +110,12 @@ def search_range(
     global_scale: torch.Tensor | None,
     observed_range: tuple[torch.Tensor, torch.Tensor],
     group_dims: int = 1,
+    in_place: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     min_vals, max_vals = (t.contiguous() for t in observed_range)
-    best_min, best_max = torch.empty_like(min_vals), torch.empty_like(max_vals)
+    best_min, best_max = min_vals, max_vals
+    if not in_place:
+        best_min, best_max = torch.empty_like(min_vals), torch.empty_like(max_vals)
     values, weights = _five(observed, group_dims), _weights(importance, observed, group_dims)
     described = format_of(args, scale_dtype, global_scale)
     _native().search(

@@ -234,14 +234,20 @@ class _Search:
         above = (x - ends.amax(0)).clamp(min=0).square() * self.w[rows]
         return below.sum(1), above.sum(1)
 
-    def _keep(self, rows: torch.Tensor, stored: torch.Tensor, zero_point: torch.Tensor) -> None:
-        """Keep what is strictly better than the best so far."""
+    def _keep(
+        self,
+        rows: torch.Tensor,
+        stored: torch.Tensor,
+        zero_point: torch.Tensor,
+        margin: float = 1.0,
+    ) -> None:
+        """Keep what is strictly better than the best so far, times `margin`."""
         scale = self._effective(stored).to(self.x.dtype).unsqueeze(1)
         zp = None if self.args.symmetric else zero_point.to(self.x.dtype).unsqueeze(1)
         x = self.x[rows]
         difference = (reconstruct(x, scale, zp, self.args) - x).double()
         error = (difference.square() * self.w[rows]).sum(1)
-        better = error < self.best[rows]
+        better = error < self.best[rows] * margin
         chosen = rows[better]
         self.best[chosen] = error[better]
         self.scale[chosen] = stored[better]
@@ -267,6 +273,7 @@ class _Search:
             stored = (fitted * self.global_scale).to(self.x.dtype).double()
             usable = stored * sign > 0
             before = self.best.clone()
-            self._keep(rows[usable], stored[usable], self.zero_point[rows[usable]])
+            # what gains less is rounding
+            self._keep(rows[usable], stored[usable], self.zero_point[rows[usable]], 1 - 1e-6)
             if torch.equal(before, self.best):
                 return

@@ -58,6 +58,7 @@ def search_range(
     observed_range: tuple[torch.Tensor, torch.Tensor] | None = None,
     group_dims: int = 1,
     backend: str | None = None,
+    in_place: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the range whose stored parameters reconstruct `observed` with the least error.
 
@@ -65,6 +66,7 @@ def search_range(
     group_dims:     2 where a group has rows and columns, (..., rows, columns)
     importance:     broadcasts to observed, not negative
     observed_range: `range_of(observed)`, where the caller has it
+    in_place:       the result may take the memory of `observed_range`
     patience:       stop after this many steps in which no group of the tensor improved; 0: never
     returns:        min_vals, max_vals (*qparam_shape)
     """
@@ -81,6 +83,7 @@ def search_range(
             global_scale,
             (min_vals, max_vals),
             group_dims,
+            in_place or observed_range is None,
         )
     if group_dims == 2:
         importance = None if importance is None else importance.expand_as(observed).flatten(-2)

@@ -70,7 +70,12 @@ class GridSearchObserver(SearchObserver):
         global_scale: torch.Tensor | None,
         importance: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the best range of `observed`, (*qparam_shape) each."""
+        """Return the best range of `observed`, (*qparam_shape) each.
+
+        It takes the memory of the observed range, which is not asked for again.
+        """
+        observed_range = self.range_of(observed)
+        self._checked = None
         return search_range(
             observed,
             self.args,
@@ -80,8 +85,9 @@ class GridSearchObserver(SearchObserver):
             self.patience,
             importance,
             global_scale,
-            self.range_of(observed),
+            observed_range,
             self.group_dims(observed),
+            in_place=True,
         )
 
 

@@ -58,7 +58,7 @@ struct SearchProblem : Problem {
     int num_factors;
     float norm;
     int patience;  // steps without any improvement after which the search ends; 0: never
-    float* best_min;
+    float* best_min;  // may be min_vals itself, and best_max max_vals
     float* best_max;
 };
 

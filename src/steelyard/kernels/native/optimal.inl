@@ -259,9 +259,9 @@ class OptimalSearch {
         return candidate(std::min(p.min_vals[g], 0.0f), std::max(p.max_vals[g], 0.0f), f);
     }
 
-    void try_scale(float stored, float zero_point, int sign) {
+    void try_scale(float stored, float zero_point, int sign, double margin = 1) {
         const double found = errors.error(sign * effective(stored), zero_point, best.error);
-        if (found < best.error) best = {found, sign * stored, zero_point};
+        if (found < best.error * margin) best = {found, sign * stored, zero_point};
     }
 
     int end_of_codes(double unclipped) const {  // first code that need not be tried
@@ -301,7 +301,7 @@ class OptimalSearch {
             const float stored = float(stored_for(std::abs(scale)));
             if (!(stored > 0) || stored == std::abs(best.stored)) break;
             const double before = best.error;
-            try_scale(stored, best.zero_point, sign);
+            try_scale(stored, best.zero_point, sign, 1 - 1e-6);  // less is rounding
             if (best.error >= before) break;
         }
     }

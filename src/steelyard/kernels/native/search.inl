@@ -243,27 +243,34 @@ static void search_in_tiles(const SearchProblem& p, int threads) {
     for (int64_t g = 0; g < groups; ++g) write_range(p, g, choose(g, steps));
 }
 
-static void search(const SearchProblem& problem, int threads) {
-    SearchProblem p = problem;
-    if (p.weights == nullptr) p.values = merged(p.values);
-    const int64_t size = p.values.group_size(), groups = p.values.groups();
-    if (size > WHOLE_GROUP) return search_in_tiles(p, threads);
-    const int64_t grain = std::max<int64_t>(1, (1 << 16) / size);
+// Until the last group was searched, only the place of each group's factor is noted.
+template <class Place>
+static void search_groups(const SearchProblem& p, int threads) {
+    const int64_t groups = p.values.groups();
+    const int64_t grain = std::max<int64_t>(1, (1 << 16) / p.values.group_size());
     Improved improved(p.num_factors);
+    std::vector<Place> best(groups);
     parallel_for(groups, grain, threads, [&](int64_t begin, int64_t end) {
         Searcher searcher(p);
         for (int64_t g = begin; g < end; ++g) {
-            // until the last group was searched, the place of the factor is all that is noted
-            p.best_min[g] = float(searcher.search_whole(g, p.num_factors, improved));
+            best[g] = Place(searcher.search_whole(g, p.num_factors, improved));
         }
     });
     const int steps = steps_taken(p, improved);
     parallel_for(groups, grain, threads, [&](int64_t begin, int64_t end) {
         Searcher searcher(p);
         for (int64_t g = begin; g < end; ++g) {
-            const int best = int(p.best_min[g]);
             // a factor that should not have been tried any more: choose again without those
-            write_range(p, g, best < steps ? best : searcher.search_whole(g, steps, improved));
+            const bool again = best[g] >= steps;
+            write_range(p, g, again ? searcher.search_whole(g, steps, improved) : best[g]);
         }
     });
+}
+
+static void search(const SearchProblem& problem, int threads) {
+    SearchProblem p = problem;
+    if (p.weights == nullptr) p.values = merged(p.values);
+    if (p.values.group_size() > WHOLE_GROUP) return search_in_tiles(p, threads);
+    if (p.num_factors <= 256) return search_groups<uint8_t>(p, threads);
+    search_groups<int32_t>(p, threads);
 }
