@@ -284,9 +284,14 @@ def main() -> None:
         results += activation_results(threads)
     memory = memory_results(options.rows)
     options.json.parent.mkdir(exist_ok=True)
+    rows = [{**asdict(r), "ratio": r.ratio} for r in results]
+    if options.json.exists():  # rows of other types and thread counts stay
+        measured = {(r["dtype"], r["threads"]) for r in rows}
+        before = json.loads(options.json.read_text())["results"]
+        rows = [r for r in before if (r["dtype"], r["threads"]) not in measured] + rows
     outcome = {
         **environment,
-        "results": [{**asdict(r), "ratio": r.ratio} for r in results],
+        "results": rows,
         "memory": memory,
     }
     options.json.write_text(json.dumps(outcome, indent=1) + "\n")

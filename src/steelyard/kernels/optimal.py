@@ -272,8 +272,8 @@ class _Search:
             fitted = (self.x[rows] * weighed).sum(1) / (q * weighed).sum(1).clamp(min=1e-30)
             stored = (fitted * self.global_scale).to(self.x.dtype).double()
             usable = stored * sign > 0
-            before = self.best.clone()
-            # what gains less is rounding
-            self._keep(rows[usable], stored[usable], self.zero_point[rows[usable]], 1 - 1e-6)
-            if torch.equal(before, self.best):
+            before = self.scale.clone()
+            # least squares is never worse, but for rounding
+            self._keep(rows[usable], stored[usable], self.zero_point[rows[usable]], 1 + 1e-5)
+            if torch.equal(before, self.scale):
                 return

@@ -260,8 +260,9 @@ class OptimalSearch {
     }
 
     void try_scale(float stored, float zero_point, int sign, double margin = 1) {
-        const double found = errors.error(sign * effective(stored), zero_point, best.error);
-        if (found < best.error * margin) best = {found, sign * stored, zero_point};
+        const double limit = best.error * margin;
+        const double found = errors.error(sign * effective(stored), zero_point, limit);
+        if (found < limit) best = {found, sign * stored, zero_point};
     }
 
     int end_of_codes(double unclipped) const {  // first code that need not be tried
@@ -300,9 +301,9 @@ class OptimalSearch {
             const double scale = errors.fit(effective(best.stored), best.zero_point);
             const float stored = float(stored_for(std::abs(scale)));
             if (!(stored > 0) || stored == std::abs(best.stored)) break;
-            const double before = best.error;
-            try_scale(stored, best.zero_point, sign, 1 - 1e-6);  // less is rounding
-            if (best.error >= before) break;
+            // least squares is never worse, but for rounding
+            try_scale(stored, best.zero_point, sign, 1 + 1e-5);
+            if (std::abs(best.stored) != stored) break;
         }
     }
 
