@@ -9,11 +9,17 @@ import pytest
 from steelyard import errors
 
 BUILT_IN = {
+    "CalibrationError": RuntimeError,
+    "CheckpointError": ValueError,
+    "DataError": ValueError,
     "FusionError": ValueError,
     "ImportanceError": ValueError,
     "NoStatisticsError": AssertionError,
     "NonFiniteError": ValueError,
     "OptionError": ValueError,
+    "PipelineError": RuntimeError,
+    "PlanError": ValueError,
+    "RecipeError": ValueError,
     "StatisticsError": ValueError,
     "StrategyError": ValueError,
     "UnknownNameError": KeyError,

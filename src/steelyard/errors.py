@@ -12,6 +12,7 @@ from collections.abc import Iterable
 __all__ = [
     "CalibrationError",
     "CheckpointError",
+    "CheckpointInvalid",
     "DataError",
     "FusionError",
     "ImportanceError",
@@ -88,6 +89,10 @@ class PipelineError(SteelyardError, RuntimeError):
 
 class CheckpointError(SteelyardError, ValueError):
     """A checkpoint that cannot be read or written, or that is not what it should be."""
+
+
+class CheckpointInvalid(CheckpointError):
+    """A written checkpoint that must not be served."""
 
 
 class UnknownNameError(SteelyardError, KeyError, ValueError):

@@ -12,8 +12,8 @@ import torch
 from compressed_tensors.compressors.base import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs
 
-from steelyard.checkpoint import CheckpointInvalid, format_of, validate_checkpoint
-from steelyard.errors import CheckpointError
+from steelyard.checkpoint import format_of, validate_checkpoint
+from steelyard.errors import CheckpointError, CheckpointInvalid
 
 MakeModel = Callable[..., Any]
 Q = "model.layers.0.q_proj"

@@ -7,11 +7,10 @@ from steelyard.checkpoint.layout import (
     stored_tensors,
 )
 from steelyard.checkpoint.shards import Shards, TensorInfo
-from steelyard.checkpoint.validator import CheckpointInvalid, validate_checkpoint
+from steelyard.checkpoint.validator import validate_checkpoint
 from steelyard.checkpoint.writer import CheckpointWriter, quantization_config_dict
 
 __all__ = [
-    "CheckpointInvalid",
     "CheckpointWriter",
     "Shards",
     "TensorInfo",

@@ -7,41 +7,28 @@ scheme, the source, and the errors that were reported while quantizing.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-from compressed_tensors.quantization import (
-    QuantizationArgs,
-    QuantizationConfig,
-    QuantizationScheme,
-)
-from compressed_tensors.utils.match import match_name
+from compressed_tensors.quantization import QuantizationArgs
 
 from steelyard.checkpoint.layout import (
     TensorSpec,
-    compressor_of,
     expected_attention_tensors,
     expected_tensors,
     format_of,
 )
 from steelyard.checkpoint.shards import Shards
+from steelyard.checkpoint.written import PARAMETER, WrittenCheckpoint
 from steelyard.errors import CheckpointError
 from steelyard.kernels.rounding import quantized_range
 
-__all__ = ["CheckpointInvalid", "validate_checkpoint"]
+__all__ = ["validate_checkpoint"]
 
-_PARAMETER = re.compile(r"(weight|input|output)_(packed|scale|zero_point|global_scale|shape|g_idx)")
 _CACHE_PARAMETER = re.compile(r"[qkv]_(scale|zero_point)")
-_EMBEDDING = re.compile(r"embed|wte|wpe")
 _TOLERANCE = 0.01  # of a reported error, relative
-
-
-class CheckpointInvalid(CheckpointError):
-    """A written checkpoint that must not be served."""
 
 
 def validate_checkpoint(
@@ -64,7 +51,7 @@ def validate_checkpoint(
     same_bytes:     compare unquantized tensors byte for byte, not by type and shape alone
     """
     try:
-        checkpoint = _Checkpoint(Path(folder), source)
+        checkpoint = _Validator(Path(folder), source)
     except CheckpointError as error:
         return [str(error)]
     with checkpoint.shards:
@@ -79,50 +66,12 @@ def validate_checkpoint(
     return problems
 
 
-class _Checkpoint:
-    """A checkpoint's tensors by module, and the scheme of each module that has one."""
+class _Validator(WrittenCheckpoint):
+    """The checks, each of which yields what it finds wrong."""
 
     def __init__(self, folder: Path, source: Shards | None) -> None:
-        self.config, self.quantization = _read_config(folder)
-        self.shards = Shards(folder)
-        self.source = source
+        super().__init__(folder, source)
         self.broken: set[str] = set()  # modules that cannot be decoded, found by `structure`
-        self.tensors: dict[str, set[str]] = {}
-        for name in self.shards:
-            module, _, local = name.rpartition(".")
-            self.tensors.setdefault(module, set()).add(local)
-        self.schemes = {
-            module: scheme
-            for module in self.tensors
-            if (scheme := self._scheme(module)) is not None and self._can_be_quantized(module)
-        }
-
-    def _scheme(self, module: str) -> QuantizationScheme | None:
-        """The scheme of a module: by its name, else by a pattern, else by its likely class."""
-        if any(match_name(module, entry) for entry in self.quantization.ignore or ()):
-            return None
-        class_name = "Embedding" if _EMBEDDING.search(module.rpartition(".")[2]) else "Linear"
-        groups = self.quantization.config_groups.values()
-        for scheme in sorted(groups, key=lambda s: module not in s.targets):
-            if any(match_name(module, target) for target in scheme.targets):
-                return self._with_format(scheme)
-        for scheme in groups:
-            if class_name in scheme.targets:
-                return self._with_format(scheme)
-        return None
-
-    def _with_format(self, scheme: QuantizationScheme) -> QuantizationScheme:
-        """A scheme without a format of its own has that of the whole checkpoint."""
-        overall = self.quantization.format
-        if scheme.format is not None or overall in ("dense", "fakequant", "mixed-precision"):
-            return scheme
-        return scheme.model_copy(update={"format": overall})
-
-    def _can_be_quantized(self, module: str) -> bool:
-        if any(_PARAMETER.fullmatch(local) for local in self.tensors[module]):
-            return True
-        plain = f"{module}.weight"
-        return plain in self.shards and len(self.shards.info(plain).shape) == 2
 
     # -- what there is ----------------------------------------------------------------------
 
@@ -131,14 +80,14 @@ class _Checkpoint:
         if not self.schemes and self.quantization.kv_cache_scheme is None:
             yield f"{self.shards.folder} has a quantization_config but no quantized module"
         for module, locals_ in self.tensors.items():
-            found = {local for local in locals_ if _PARAMETER.fullmatch(local)}
+            found = {local for local in locals_ if PARAMETER.fullmatch(local)}
             scheme = self.schemes.get(module)
             if scheme is None:
                 for local in sorted(found):
                     yield f"{module}.{local} is there, but the config does not quantize {module}"
                 continue
             try:
-                expected = expected_tensors(scheme, self._shape(module), self._dtype(module))
+                expected = expected_tensors(scheme, self.shape(module), self.dtype(module))
             except ValueError as error:
                 self.broken.add(module)
                 yield f"{module}.weight does not fit its scheme: {error}"
@@ -157,40 +106,6 @@ class _Checkpoint:
             found = f"{info.dtype} {info.shape}" if info is not None else "missing"
             yield f"{name} is {found}; expected {dtype} {shape}"
 
-    def _shape(self, module: str) -> tuple[int, int]:
-        """The shape that the weight had, from the source or else from what is stored."""
-        plain, packed, scale = (
-            f"{module}.{s}" for s in ("weight", "weight_packed", "weight_scale")
-        )
-        args = self.schemes[module].weights
-        if self.source is not None and plain in self.source:
-            rows, columns = self.source.info(plain).shape
-        elif plain in self.shards:
-            rows, columns = self.shards.info(plain).shape
-        elif f"{module}.weight_shape" in self.shards:
-            rows, columns = self.shards.read(f"{module}.weight_shape").tolist()
-        elif packed in self.shards and args is not None and args.type == "float":
-            rows, width = self.shards.info(packed).shape
-            columns = width * 8 // args.num_bits
-        elif scale in self.shards and args is not None and args.group_size:
-            rows, groups = self.shards.info(scale).shape
-            columns = groups * args.group_size
-        else:
-            raise CheckpointError("there is no weight, nor anything that tells its shape")
-        return rows, columns
-
-    def _dtype(self, module: str) -> torch.dtype:
-        """The type that the weight had."""
-        plain, scale = f"{module}.weight", f"{module}.weight_scale"
-        if self.source is not None and plain in self.source:
-            return self.source.info(plain).dtype
-        named = self.config.get("dtype") or self.config.get("torch_dtype")
-        dtype = getattr(torch, str(named).removeprefix("torch."), None)
-        if isinstance(dtype, torch.dtype):
-            return dtype
-        stored = self.shards.info(scale).dtype if scale in self.shards else torch.uint8
-        return stored if stored.itemsize > 1 else torch.bfloat16  # one byte is a code of the format
-
     # -- what it says -----------------------------------------------------------------------
 
     def values(self, allow_negative: bool) -> Iterator[str]:
@@ -202,7 +117,7 @@ class _Checkpoint:
                 "output": scheme.output_activations,
             }
             for local in sorted(self.tensors[module]):
-                match = _PARAMETER.fullmatch(local)
+                match = PARAMETER.fullmatch(local)
                 args = parts[match[1]] if match else None
                 if args is not None:
                     signed = args is scheme.weights and args.type == "int" and args.symmetric
@@ -210,8 +125,8 @@ class _Checkpoint:
                     yield from self._check_values(name, args, allow_negative and signed)
             if "weight_shape" in self.tensors[module] and module not in self.broken:
                 stored = tuple(self.shards.read(f"{module}.weight_shape").tolist())
-                if stored != self._shape(module):
-                    yield f"{module}.weight_shape says {stored}; expected {self._shape(module)}"
+                if stored != self.shape(module):
+                    yield f"{module}.weight_shape says {stored}; expected {self.shape(module)}"
 
     def _check_values(self, name: str, args: QuantizationArgs, signed: bool) -> Iterator[str]:
         if name.endswith("_scale"):
@@ -250,7 +165,7 @@ class _Checkpoint:
         heads = text.get("num_key_value_heads", text.get("num_attention_heads", 1))
         for module, names in found.items():
             yield from self._compare(
-                module, expected_attention_tensors(args, self._dtype(module), heads)
+                module, expected_attention_tensors(args, self.dtype(module), heads)
             )
             for local in sorted(names):
                 yield from self._check_values(f"{module}.{local}", args, signed=False)
@@ -296,7 +211,7 @@ class _Checkpoint:
         for module in _spread(known, samples):
             original = source.read(f"{module}.weight").float()
             try:
-                error = _relative_error(self._decode(module), original)
+                error = _relative_error(self.decode(module), original)
             except (RuntimeError, ValueError, AssertionError, KeyError) as failure:
                 yield f"{module}.weight cannot be decoded: {failure}"
                 continue
@@ -305,18 +220,6 @@ class _Checkpoint:
                 yield f"{module}.weight decodes with a relative error of {error:.4g}; reported " + (
                     f"{reported[module]:.4g}" if reported else "none"
                 )
-
-    def _decode(self, module: str) -> torch.Tensor:
-        scheme = self.schemes[module]
-        names = [local for local in self.tensors[module] if _PARAMETER.fullmatch(local)]
-        if "weight" in self.tensors[module]:
-            names.append("weight")
-        state = {local: self.shards.read(f"{module}.{local}") for local in names}
-        scale = state["weight_scale"]
-        if scale.dtype.itemsize > 1:  # else the product is rounded to bf16, which 8 bits notice
-            state["weight_scale"] = scale.float()
-        decoded = compressor_of(format_of(scheme)).decompress(state, scheme)
-        return torch.as_tensor(decoded["weight"]).float()
 
     def carried(self, source: Shards, same_bytes: bool) -> Iterator[str]:
         """What was not quantized is there as it was."""
@@ -344,15 +247,6 @@ class _Checkpoint:
         """Experts that the source stacks in one tensor are quantized one by one."""
         below = name.rpartition(".")[0] + "."
         return len(source.info(name).shape) == 3 and any(m.startswith(below) for m in self.schemes)
-
-
-def _read_config(folder: Path) -> tuple[dict[str, Any], QuantizationConfig]:
-    path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text("utf-8"))
-        return config, QuantizationConfig.model_validate(config["quantization_config"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} has no usable quantization_config: {error!r}") from error
 
 
 def _spread(items: list[str], count: int) -> list[str]:

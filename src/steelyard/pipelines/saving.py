@@ -18,7 +18,6 @@ from compressed_tensors.utils.match import match_name
 from torch.nn import Module
 
 from steelyard.checkpoint import (
-    CheckpointInvalid,
     CheckpointWriter,
     Shards,
     format_of,
@@ -26,6 +25,7 @@ from steelyard.checkpoint import (
     stored_tensors,
     validate_checkpoint,
 )
+from steelyard.errors import CheckpointInvalid
 from steelyard.kernels.pack import squared_error
 from steelyard.observers.fusion import FUSED_LAYER_NAMES
 from steelyard.pipelines.plan import Plan

@@ -1,0 +1,125 @@
+"""A checkpoint as its own files describe it: which module has which scheme, and what it decodes to.
+
+Nothing is known but config.json and the names of the tensors, as a server sees it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+from compressed_tensors.utils.match import match_name
+
+from steelyard.checkpoint.layout import compressor_of, format_of
+from steelyard.checkpoint.shards import Shards
+from steelyard.errors import CheckpointError
+
+__all__ = ["PARAMETER", "WrittenCheckpoint"]
+
+PARAMETER = re.compile(r"(weight|input|output)_(packed|scale|zero_point|global_scale|shape|g_idx)")
+_EMBEDDING = re.compile(r"embed|wte|wpe")
+
+
+class WrittenCheckpoint:
+    """A checkpoint's tensors by module, and the scheme of each module that has one."""
+
+    def __init__(self, folder: Path, source: Shards | None) -> None:
+        self.config, self.quantization = _read_config(folder)
+        self.shards = Shards(folder)
+        self.source = source
+        self.tensors: dict[str, set[str]] = {}
+        for name in self.shards:
+            module, _, local = name.rpartition(".")
+            self.tensors.setdefault(module, set()).add(local)
+        self.schemes = {
+            module: scheme
+            for module in self.tensors
+            if (scheme := self._scheme(module)) is not None and self._can_be_quantized(module)
+        }
+
+    def _scheme(self, module: str) -> QuantizationScheme | None:
+        """The scheme of a module: by its name, else by a pattern, else by its likely class."""
+        if any(match_name(module, entry) for entry in self.quantization.ignore or ()):
+            return None
+        class_name = "Embedding" if _EMBEDDING.search(module.rpartition(".")[2]) else "Linear"
+        groups = self.quantization.config_groups.values()
+        for scheme in sorted(groups, key=lambda s: module not in s.targets):
+            if any(match_name(module, target) for target in scheme.targets):
+                return self._with_format(scheme)
+        for scheme in groups:
+            if class_name in scheme.targets:
+                return self._with_format(scheme)
+        return None
+
+    def _with_format(self, scheme: QuantizationScheme) -> QuantizationScheme:
+        """A scheme without a format of its own has that of the whole checkpoint."""
+        overall = self.quantization.format
+        if scheme.format is not None or overall in ("dense", "fakequant", "mixed-precision"):
+            return scheme
+        return scheme.model_copy(update={"format": overall})
+
+    def _can_be_quantized(self, module: str) -> bool:
+        if any(PARAMETER.fullmatch(local) for local in self.tensors[module]):
+            return True
+        plain = f"{module}.weight"
+        return plain in self.shards and len(self.shards.info(plain).shape) == 2
+
+    def shape(self, module: str) -> tuple[int, int]:
+        """The shape that the weight had, from the source or else from what is stored."""
+        plain, packed, scale = (
+            f"{module}.{s}" for s in ("weight", "weight_packed", "weight_scale")
+        )
+        args = self.schemes[module].weights
+        if self.source is not None and plain in self.source:
+            rows, columns = self.source.info(plain).shape
+        elif plain in self.shards:
+            rows, columns = self.shards.info(plain).shape
+        elif f"{module}.weight_shape" in self.shards:
+            rows, columns = self.shards.read(f"{module}.weight_shape").tolist()
+        elif packed in self.shards and args is not None and args.type == "float":
+            rows, width = self.shards.info(packed).shape
+            columns = width * 8 // args.num_bits
+        elif scale in self.shards and args is not None and args.group_size:
+            rows, groups = self.shards.info(scale).shape
+            columns = groups * args.group_size
+        else:
+            raise CheckpointError("there is no weight, nor anything that tells its shape")
+        return rows, columns
+
+    def dtype(self, module: str) -> torch.dtype:
+        """The type that the weight had."""
+        plain, scale = f"{module}.weight", f"{module}.weight_scale"
+        if self.source is not None and plain in self.source:
+            return self.source.info(plain).dtype
+        named = self.config.get("dtype") or self.config.get("torch_dtype")
+        dtype = getattr(torch, str(named).removeprefix("torch."), None)
+        if isinstance(dtype, torch.dtype):
+            return dtype
+        stored = self.shards.info(scale).dtype if scale in self.shards else torch.uint8
+        return stored if stored.itemsize > 1 else torch.bfloat16  # one byte is a code of the format
+
+    def decode(self, module: str) -> torch.Tensor:
+        """Return the weight that a server reconstructs, fp32."""
+        scheme = self.schemes[module]
+        names = [local for local in self.tensors[module] if PARAMETER.fullmatch(local)]
+        if "weight" in self.tensors[module]:
+            names.append("weight")
+        state = {local: self.shards.read(f"{module}.{local}") for local in names}
+        scale = state["weight_scale"]
+        if scale.dtype.itemsize > 1:  # else the product is rounded to bf16, which 8 bits notice
+            state["weight_scale"] = scale.float()
+        decoded = compressor_of(format_of(scheme)).decompress(state, scheme)
+        return torch.as_tensor(decoded["weight"]).float()
+
+
+def _read_config(folder: Path) -> tuple[dict[str, Any], QuantizationConfig]:
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text("utf-8"))
+        return config, QuantizationConfig.model_validate(config["quantization_config"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} has no usable quantization_config: {error!r}") from error
