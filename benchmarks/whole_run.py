@@ -8,6 +8,7 @@ in turn; the least of each counts. `wait4` tells CPU time and peak memory of a p
 
 "Extra memory" is the peak without the size of the model's files, and without the peak of a process
 that only imports what the run does. It is below zero for a run that never holds the whole model.
+Pages of mapped files count, though the system may drop them; "private memory" is what it may not.
 This process must stay small: a child's peak starts from what its parent holds when it is started.
 """
 
@@ -55,13 +56,11 @@ CASES: dict[str, dict] = {
 # ---- in a process of its own ----
 
 
-def import_side(side: str, name: str, *_: str) -> None:
+def import_side(side: str, *_: str) -> None:
     """Import what a run of a side imports."""
     import transformers  # noqa: F401
 
     entry_point(side)
-    if CASES[name]["calibrated"]:
-        import datasets  # noqa: F401
 
 
 def entry_point(side: str):
@@ -79,15 +78,14 @@ def run_side(side: str, name: str, model: str, tokens: str, output: str) -> None
     case = CASES[name]
     oneshot, modifier = entry_point(side)
     options: dict = {}
-    if case["calibrated"]:
-        from datasets import Dataset
+    if case["calibrated"]:  # loaders, since the peer's sampler does not keep the order of a dataset
+        import torch
 
-        rows = json.loads(Path(tokens).read_text())
+        rows = [{"input_ids": torch.tensor(row)} for row in json.loads(Path(tokens).read_text())]
         options = {
-            "dataset": Dataset.from_dict({"input_ids": rows}),
+            "dataset": torch.utils.data.DataLoader(rows, batch_size=1),
             "num_calibration_samples": SAMPLES,
             "max_seq_length": LENGTH,
-            "shuffle_calibration_samples": False,
         }
     recipe = modifier(config_groups={"group_0": case["scheme"]}, ignore=["lm_head"])
     oneshot(model=model, recipe=recipe, output_dir=output, **options)
@@ -102,21 +100,23 @@ def tokenize(model: str, text: str, output: str) -> None:
     Path(output).write_text(json.dumps(rows))
 
 
-def compare(first: str, second: str) -> dict[str, float]:
-    """Return, per kind of tensor, the share of values that are equal in two checkpoints."""
+def compare(first: str, second: str) -> dict[str, dict[str, float]]:
+    """Return, per kind of tensor, the share of equal values and the largest relative distance."""
     from safetensors import safe_open
 
-    equal: dict[str, list[int]] = {}
+    found: dict[str, dict[str, float]] = {}
     files = [Path(folder) / "model.safetensors" for folder in (first, second)]
     with safe_open(files[0], "pt") as a, safe_open(files[1], "pt") as b:
         assert set(a.keys()) == set(b.keys()), set(a.keys()) ^ set(b.keys())
         for name in sorted(set(a.keys())):
             x, y = a.get_tensor(name), b.get_tensor(name)
             assert (x.shape, x.dtype) == (y.shape, y.dtype), name
-            counts = equal.setdefault(name.rpartition(".")[2], [0, 0])
-            counts[0] += int((x == y).sum())
-            counts[1] += x.numel()
-    return {kind: same / count for kind, (same, count) in equal.items()}
+            kind = found.setdefault(name.rpartition(".")[2], {"equal": 0, "count": 0, "off": 0})
+            kind["equal"] += int((x == y).sum())
+            kind["count"] += x.numel()
+            if name.endswith("_scale"):
+                kind["off"] = max(kind["off"], float(((x - y).abs() / y.abs()).max()))
+    return {kind: {**f, "equal": f["equal"] / f["count"]} for kind, f in found.items()}
 
 
 def versions(*names: str) -> dict[str, str]:
@@ -138,18 +138,37 @@ TASKS = {
 
 
 def measured(command: list[str]) -> dict[str, float]:
-    """Run a command to its end; return seconds, and bytes of its peak resident memory."""
+    """Run a command to its end; return seconds, and bytes of its peak memory.
+
+    peak:    resident, with the pages of files that are mapped; the system may drop those
+    private: the rest, as sampled
+    """
     environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}
+    private = 0
+    os.sync()  # or a run that waits for its files to be on the disk waits for the last one's too
     with tempfile.TemporaryFile() as printed:
         started = time.perf_counter()
         process = subprocess.Popen(command, env=environment, stdout=printed, stderr=printed)
-        _, status, usage = os.wait4(process.pid, 0)
+        while True:
+            pid, status, usage = os.wait4(process.pid, os.WNOHANG)
+            if pid:
+                break
+            private = max(private, private_bytes(process.pid))
+            time.sleep(0.01)
         wall = time.perf_counter() - started
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:
             printed.seek(0)
             raise SystemExit(f"{' '.join(command)}\n{printed.read().decode(errors='replace')}")
-    return {"wall": wall, "cpu": usage.ru_utime + usage.ru_stime, "peak": usage.ru_maxrss * 1024}
+    cpu = usage.ru_utime + usage.ru_stime
+    return {"wall": wall, "cpu": cpu, "peak": usage.ru_maxrss * 1024, "private": private}
+
+
+def private_bytes(pid: int) -> int:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon"):
+            return int(line.split()[1]) * 1024
+    return 0  # it just ended
 
 
 def asked(python: str, kind: str, *arguments: object) -> dict:
@@ -179,12 +198,13 @@ def run_case(name: str, options: argparse.Namespace, scratch: Path, tokens: Path
         r = runs[side][-1]
         print(
             f"{name:<28} {side:<5} {r['wall']:7.2f} s, CPU {r['cpu']:7.2f} s, "
-            f"peak {r['peak'] / 1e6:6.0f} MB",
+            f"peak {r['peak'] / 1e6:6.0f} MB, private {r['private'] / 1e6:6.0f} MB",
             flush=True,
         )
     weights = sum(f.stat().st_size for f in options.model.glob("*.safetensors"))
     best = {side: least(runs[side]) for side in SIDES}
     extra = {side: best[side]["peak"] - imports[side]["peak"] - weights for side in SIDES}
+    private = {side: best[side]["private"] - imports[side]["private"] for side in SIDES}
     return {
         "case": name,
         "model bytes": weights,
@@ -192,9 +212,10 @@ def run_case(name: str, options: argparse.Namespace, scratch: Path, tokens: Path
         "runs": runs,
         **best,
         "extra": extra,
+        "extra private": private,
         "faster": best["peer"]["wall"] / best["ours"]["wall"],
         "wanted": CASES[name]["wanted"],
-        "equal": asked(options.python, "compare", outputs["peer"], outputs["ours"]),
+        "compared": asked(options.python, "compare", outputs["peer"], outputs["ours"]),
     }
 
 
@@ -208,9 +229,11 @@ def print_table(results: list[dict]) -> None:
             print(
                 f"  {side:<5} {r[side]['wall']:7.2f} s ({only['wall']:.2f}), CPU "
                 f"{r[side]['cpu']:7.2f} s ({only['cpu']:.2f}), peak {r[side]['peak'] / 1e6:5.0f} MB"
-                f" ({only['peak'] / 1e6:.0f}), extra {r['extra'][side] / 1e6:5.0f} MB"
+                f" ({only['peak'] / 1e6:.0f}), extra {r['extra'][side] / 1e6:5.0f} MB, private "
+                f"{r['extra private'][side] / 1e6:5.0f} MB"
             )
-        print("  equal: " + ", ".join(f"{kind} {share:.4%}" for kind, share in r["equal"].items()))
+        for kind, f in r["compared"].items():
+            print(f"  {kind}: {f['equal']:.4%} equal, scales off by up to {f['off']:.2g}")
 
 
 def main() -> None:

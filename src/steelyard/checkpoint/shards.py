@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from steelyard.errors import CheckpointError
 
@@ -42,6 +43,7 @@ _DTYPES = {
     "F32": torch.float32,
     "F64": torch.float64,
 }
+DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class TensorInfo:
     dtype: torch.dtype
     shape: tuple[int, ...]
     nbytes: int
+    offset: int  # of the first byte within the file
 
 
 class Shards:
@@ -97,7 +100,8 @@ class Shards:
                 self._infos[info.name] = info
         if index is not None:
             self._check_index(index)
-        self._open: dict[Path, Any] = {}
+        self._open: dict[Path, int] = {}
+        weakref.finalize(self, _close_all, self._open)
 
     def _check_files(self, present: list[Path]) -> None:
         for file in self.files:
@@ -152,11 +156,23 @@ class Shards:
         return self._infos[name]
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a tensor; its bytes come from the disk when they are used."""
-        file = self.info(name).file
-        if file not in self._open:
-            self._open[file] = safe_open(file, "pt").__enter__()  # type: ignore[no-untyped-call]
-        return torch.as_tensor(self._open[file].get_tensor(name))
+        """Return a tensor, in memory of its own.
+
+        Mapping the file instead would count all that was ever read as memory in use.
+        """
+        info = self.info(name)
+        if info.file not in self._open:
+            self._open[info.file] = os.open(info.file, os.O_RDONLY)
+        raw = torch.empty(info.nbytes, dtype=torch.uint8)
+        view, done = memoryview(raw.numpy()), 0  # type: ignore[arg-type]
+        while done < info.nbytes:
+            got = os.preadv(self._open[info.file], [view[done:]], info.offset + done)
+            if got == 0:
+                raise CheckpointError(
+                    f"{info.file} ends before {name}; it was cut short while it was read"
+                )
+            done += got
+        return raw.view(info.dtype).reshape(info.shape)
 
     @property
     def total_bytes(self) -> int:
@@ -173,15 +189,18 @@ class Shards:
 
     def close(self) -> None:
         """Let go of the files; a later `read` opens them again."""
-        for handle in self._open.values():
-            handle.__exit__(None, None, None)
-        self._open.clear()
+        _close_all(self._open)
 
     def __enter__(self) -> Shards:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _close_all(handles: dict[Path, int]) -> None:
+    while handles:
+        os.close(handles.popitem()[1])
 
 
 def _is_weights(path: Path) -> bool:
@@ -221,7 +240,7 @@ def _read_header(file: Path) -> list[TensorInfo]:
         header.pop("__metadata__", None)
         entries = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
         end = max((entry["data_offsets"][1] for _, entry in entries), default=0)
-        infos = [_tensor_info(file, name, entry) for name, entry in entries]
+        infos = [_tensor_info(file, name, entry, 8 + length) for name, entry in entries]
     except CheckpointError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
@@ -237,7 +256,7 @@ def _read_header(file: Path) -> list[TensorInfo]:
     return infos
 
 
-def _tensor_info(file: Path, name: str, entry: dict[str, Any]) -> TensorInfo:
+def _tensor_info(file: Path, name: str, entry: dict[str, Any], base: int) -> TensorInfo:
     if entry["dtype"] not in _DTYPES:
         raise CheckpointError(
             f"{name} in {file} has type {entry['dtype']}; known: {', '.join(_DTYPES)}"
@@ -246,7 +265,7 @@ def _tensor_info(file: Path, name: str, entry: dict[str, Any]) -> TensorInfo:
     start, stop = entry["data_offsets"]
     if stop - start != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{name} has shape {shape} but {stop - start} bytes")
-    return TensorInfo(name, file, dtype, shape, stop - start)
+    return TensorInfo(name, file, dtype, shape, stop - start, base + start)
 
 
 def _no_weights(folder: Path) -> str:

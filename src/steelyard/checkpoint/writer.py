@@ -25,8 +25,8 @@ from compressed_tensors.base import (
     TRANSFORM_CONFIG_NAME,
 )
 from compressed_tensors.quantization import QuantizationConfig
-from safetensors.torch import save_file
 
+from steelyard.checkpoint.shard_file import ShardFile
 from steelyard.checkpoint.shards import INDEX, SINGLE, Shards
 from steelyard.errors import CheckpointError
 
@@ -39,8 +39,7 @@ class CheckpointWriter:
     """Write tensors, files and a config; use it as a context manager and end with `finish`.
 
     overwrite:       replace what `output_dir` holds, once the new checkpoint is complete
-    max_shard_bytes: a shard holds at most this much, or one tensor that is larger; as much memory
-                     is needed
+    max_shard_bytes: a shard holds at most this much, or one tensor that is larger
     source:          the checkpoint that is read meanwhile, and so must not be written over
 
     >>> with CheckpointWriter("out") as writer:
@@ -67,9 +66,7 @@ class CheckpointWriter:
         name = f".{self.output_dir.name}.partial-{secrets.token_hex(4)}"
         self.partial = self.output_dir.with_name(name)
         self._made: list[Path] = []  # parents that did not exist, the innermost first
-        self._buffer: dict[str, torch.Tensor] = {}
-        self._addresses: set[int] = set()  # of the buffered tensors
-        self._buffer_bytes = 0
+        self._file: ShardFile | None = None  # the shard that is being written
         self._total_bytes = 0
         self._shards: list[list[str]] = []  # names per shard that is on the disk
         self._names: set[str] = set()
@@ -111,7 +108,8 @@ class CheckpointWriter:
         return self
 
     def __exit__(self, kind: object, *exc: object) -> None:
-        self._buffer.clear()
+        if self._file is not None:
+            self._file.abandon()
         if self._complete:  # in place; or if the last rename failed, kept for the user to move
             return
         self._remove()
@@ -131,29 +129,24 @@ class CheckpointWriter:
     # -- tensors ----------------------------------------------------------------------------
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Take a tensor; it must not be changed afterwards, for it may be written later."""
+        """Write a tensor."""
         self._require_open()
         if name in self._names:
             raise CheckpointError(f"{name} was added to {self.output_dir} twice")
         self._names.add(name)
         tensor = tensor.detach().cpu().contiguous()
-        size = tensor.numel() * tensor.element_size()
-        if self._buffer and self._buffer_bytes + size > self.max_shard_bytes:
-            self._flush()
-        if tensor.untyped_storage().nbytes() != size or tensor.data_ptr() in self._addresses:
-            tensor = tensor.clone()  # safetensors refuses two tensors in one storage
-        self._buffer[name] = tensor
-        self._addresses.add(tensor.data_ptr())
-        self._buffer_bytes += size
-        self._total_bytes += size
+        if self._file is not None and self._file.nbytes + tensor.nbytes > self.max_shard_bytes:
+            self._close_shard()
+        if self._file is None:
+            self._file = ShardFile(self._shard(len(self._shards)))
+        self._file.add(name, tensor)
+        self._total_bytes += tensor.nbytes
 
-    def _flush(self) -> None:
-        path = self._shard(len(self._shards))
-        save_file(self._buffer, path, metadata={"format": "pt"})
-        self._shards.append(list(self._buffer))
-        self._buffer.clear()
-        self._addresses.clear()
-        self._buffer_bytes = 0
+    def _close_shard(self) -> None:
+        assert self._file is not None
+        self._file.close()
+        self._shards.append(self._file.names)
+        self._file = None
 
     def _shard(self, position: int) -> Path:
         """Where a shard lies until their number is known."""
@@ -196,8 +189,8 @@ class CheckpointWriter:
         place, the error says where it is.
         """
         self._require_open()
-        if self._buffer:
-            self._flush()
+        if self._file is not None:
+            self._close_shard()
         if not self._shards:
             raise CheckpointError(f"no tensor was added to {self.output_dir}")
         (self.partial / CONFIG).write_text(_to_json(config), "utf-8")
