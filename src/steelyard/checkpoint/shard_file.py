@@ -19,7 +19,7 @@ from steelyard.checkpoint.shards import DTYPE_NAMES
 
 __all__ = ["ShardFile"]
 
-_ROOM = 1 << 16  # for the header; enough for some 500 tensors
+_ROOM = 1 << 18  # for the header; enough for some 2,000 tensors
 _ALIGNED = 8
 
 
