@@ -161,6 +161,17 @@ def test_importance_of_the_data_weighs_the_columns(folder: Path, tmp_path: Path)
     assert error(tmp_path / "weighed") < error(tmp_path / "plain")
 
 
+def test_importance_is_gathered_only_where_asked(folder: Path, tmp_path: Path) -> None:
+    modifier, data = rtn("W4A16", weight_observer="optimal"), token_batches()
+    gatherer = IMatrixGatherer(targets=["re:.*layers.0.*"], ignore=["re:.*up_proj"])
+    oneshot(folder, modifier, None, tmp_path / "plain")
+    oneshot(folder, [gatherer, modifier], data, tmp_path / "some")
+    plain, some = (tensors_of(tmp_path / n) for n in ("plain", "some"))
+    weighed = {n for n in plain if not torch.equal(plain[n], some[n])}
+    assert any("layers.0.mlp.down_proj" in name for name in weighed)
+    assert not any("layers.1" in name or "up_proj" in name for name in weighed)
+
+
 def test_static_scheme_without_data_is_refused_at_once(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="pass dataset="):
         oneshot(folder, QuantizationModifier(scheme="FP8"), None, tmp_path / "q")

@@ -1,0 +1,40 @@
+"""What a run leaves behind, beside the checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from steelyard.pipelines.plan import Plan
+from steelyard.recipes import Recipe
+
+__all__ = ["ModuleResult", "Result"]
+
+
+@dataclass(frozen=True)
+class ModuleResult:
+    """What became of one module.
+
+    error:  squared error of the stored weight, over the sum of squares of the weight
+    tokens: how many calibration tokens its observers saw
+    """
+
+    error: float | None
+    tokens: int
+
+
+@dataclass
+class Result:
+    """What a run did.
+
+    model: the module that was given, now quantized; None where the source was a folder
+    """
+
+    plan: Plan
+    recipe: Recipe
+    modules: dict[str, ModuleResult] = field(default_factory=dict)
+    output_dir: Path | None = None
+    model: Any = None
+    seconds: float = 0.0
+    notes: list[str] = field(default_factory=list)

@@ -1,0 +1,221 @@
+"""The ways through a model: weights alone, layer by layer, or the model as a whole.
+
+Each comes down to the same step for a part of the model: hold its weights, put observers on it, let
+data pass, compute the parameters, and hand the tensors to the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+from compressed_tensors.utils.match import is_match
+from torch.nn import Module
+
+from steelyard.calibration import Calibration
+from steelyard.calibration.lifecycle import observed_tokens
+from steelyard.errors import CalibrationError, PipelineError
+from steelyard.modifiers import IMatrixGatherer
+from steelyard.observers.importance import ImportanceObserver
+from steelyard.pipelines.data import Samples
+from steelyard.pipelines.progress import progress
+from steelyard.pipelines.result import ModuleResult, Result
+from steelyard.pipelines.saving import Output, weight_error
+from steelyard.pipelines.sequential import Batch, LayerSequence, decoder_layers
+from steelyard.pipelines.source import Source, computing_in, fast_dtype
+
+__all__ = ["Run"]
+
+
+class Run:
+    """The state of one run: what is left to do is in the calls, what was found is here."""
+
+    def __init__(
+        self,
+        source: Source,
+        result: Result,
+        uncalibrated: str,
+        propagate: bool,
+        show: bool | None,
+    ) -> None:
+        self.source = source
+        self.result = result
+        self.uncalibrated = uncalibrated
+        self.propagate = propagate
+        self.show = show
+        self.output: Output
+        self.unseen: list[str] = []
+        self.weights_only_schemes: dict[str, QuantizationScheme] = {}
+        self.dtype = fast_dtype(source.dtype, _device(source.model))
+
+    # -- the three ways through a model -----------------------------------------------------
+
+    def weights_only(self) -> None:
+        """Observe weights, module by module where the model has no layers."""
+        try:
+            name, layers = decoder_layers(self.source.model)
+        except PipelineError:
+            self._module(self.source.model, "", None, lambda: None)
+            return
+        with progress("quantizing", len(layers) + 1, self.show) as advance:
+            for index, layer in enumerate(layers):
+                self._module(layer, f"{name}.{index}", None, lambda: None)
+                advance()
+            self._module(self.source.model, "", layers, lambda: None)
+            advance()
+
+    def layer_by_layer(self, samples: Samples) -> None:
+        sequence = LayerSequence(self.source.model)
+        source, model, layers = self.source, self.source.model, sequence.layers
+        total = len(samples.batches) * (len(layers) + 1)
+        with progress("calibrating", total, self.show) as advance:
+            first = f"{sequence.name}.0"
+            with (
+                source.loaded(layers[0], first),
+                self._outside(sequence),
+                computing_in(model, self.dtype),
+            ):
+                batches = sequence.start(samples.batches, advance)
+            for index, layer in enumerate(layers):
+
+                def run(index: int = index) -> None:
+                    for batch in batches:
+                        output = sequence.run(index, batch)
+                        if not self.propagate:
+                            batch.hidden = output
+                            advance()
+
+                def again(index: int = index) -> None:
+                    for batch in batches if self.propagate else ():
+                        batch.hidden = sequence.run(index, batch)
+                        advance()
+
+                self._module(layer, f"{sequence.name}.{index}", None, run, again)
+            self._rest(sequence, batches)
+
+    def whole(self, samples: Samples) -> None:
+        with progress("calibrating", len(samples.batches), self.show) as advance:
+
+            def run() -> None:
+                for input_ids in samples.batches:
+                    self.source.model(input_ids=input_ids, use_cache=False)
+                    advance()
+
+            self._module(self.source.model, "", None, run)
+
+    def _rest(self, sequence: LayerSequence, batches: list[Batch]) -> None:
+        """Calibrate what is not in a layer, such as the output projection."""
+        inside = f"{sequence.name}."
+        rest = [p for p in self.result.plan.quantized if not p.name.startswith(inside)]
+
+        def run() -> None:
+            for batch in batches if rest else ():
+                sequence.finish(batch)
+
+        self._module(self.source.model, "", sequence.layers, run)
+
+    def _outside(self, sequence: LayerSequence) -> Any:
+        return self.source.loaded(self.source.model, "", skip=(sequence.name, "lm_head"))
+
+    # -- one module -------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _module(
+        self,
+        module: Module,
+        name: str,
+        without: Module | None,
+        run: Callable[[], None],
+        again: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Calibrate `module` while `run` passes data through it; hand its tensors to the output.
+
+        again: a pass through the quantized module
+        """
+        skip = () if without is None else (decoder_layers(self.source.model)[0],)
+        with self.source.loaded(module, name, skip):
+            with Calibration(module, name, without) as calibration:
+                self._gather_only_where_asked(calibration)
+                with computing_in(module, self.dtype):
+                    run()
+                self._note_unseen(calibration)
+                calibration.finish()
+                tokens = {n: observed_tokens(m) for n, m in calibration.modules.items()}
+                self._note_unweighed(calibration)
+            with computing_in(module, self.dtype):
+                again()
+            for each, quantized in calibration.modules.items():
+                error = weight_error(quantized)
+                self.result.modules[each] = ModuleResult(error, tokens[each])
+            self.output.add(module, name, without)
+
+    def _gather_only_where_asked(self, calibration: Calibration) -> None:
+        """Where there is an IMatrixGatherer, its targets say which modules gather importance."""
+        gatherers = [m for m in self.result.recipe.modifiers if isinstance(m, IMatrixGatherer)]
+        if not gatherers:
+            return
+        for name, _, observer in calibration.observers():
+            module = calibration.modules[name]
+            asked = any(
+                any(is_match(name, module, target) for target in gatherer.targets)
+                and not any(is_match(name, module, pattern) for pattern in gatherer.ignore)
+                for gatherer in gatherers
+            )
+            if isinstance(observer, ImportanceObserver) and not asked:
+                observer.detach(module)
+                observer.reset()
+
+    def _note_unseen(self, calibration: Calibration) -> None:
+        for name in calibration.unseen():
+            self.unseen.append(name)
+            module: Any = calibration.modules[name]
+            scheme = module.quantization_scheme.model_copy(update={"input_activations": None})
+            if self.uncalibrated == "weights-only" and scheme.weights is not None:
+                module.quantization_scheme = scheme
+                self.weights_only_schemes[name] = scheme
+                for parameter in [p for p in module._parameters if p.startswith("input_")]:
+                    del module._parameters[parameter]
+
+    def _note_unweighed(self, calibration: Calibration) -> None:
+        if not self.result.recipe.needs_data:
+            return
+        for name, _, observer in calibration.observers():
+            reason = getattr(observer, "fallback_reason", None)
+            if reason is not None:
+                self.result.notes.append(f"{name}: its columns weigh alike, since {reason}")
+
+    # -- the end ----------------------------------------------------------------------------
+
+    def raise_unseen(self) -> None:
+        left = [name for name in self.unseen if name not in self.weights_only_schemes]
+        if not left:
+            return
+        shown = "\n".join(f"  - {name}" for name in left)
+        raise CalibrationError(
+            f"{len(left)} modules saw no token of the calibration data, so they have no scale:\n"
+            f'{shown}\nUse more samples, or uncalibrated="weights-only" to quantize only their '
+            "weights, or add them to ignore."
+        )
+
+    def final_config(self, config: QuantizationConfig) -> QuantizationConfig:
+        """Return the config that the checkpoint gets; modules of a scheme of their own by name."""
+        groups = dict(config.config_groups)
+        by_scheme: dict[str, list[str]] = {}
+        for name, scheme in self.weights_only_schemes.items():
+            by_scheme.setdefault(scheme.model_dump_json(exclude={"targets"}), []).append(name)
+        extra = {}
+        for i, names in enumerate(by_scheme.values()):
+            scheme = self.weights_only_schemes[names[0]]
+            extra[f"weights_only_{i}"] = scheme.model_copy(update={"targets": names})
+            self.result.notes.append(
+                f"{len(names)} modules saw no token; only their weights are quantized: "
+                + ", ".join(names)
+            )
+        return config.model_copy(update={"config_groups": {**extra, **groups}})
+
+
+def _device(model: Module) -> torch.device:
+    devices: Iterator[torch.device] = (p.device for p in model.parameters())
+    return next((d for d in devices if d.type != "meta"), torch.device("cpu"))
