@@ -43,6 +43,7 @@ _DTYPES = {
     "F32": torch.float32,
     "F64": torch.float64,
 }
+_PIECE = 1 << 22
 DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
@@ -173,6 +174,20 @@ class Shards:
                 )
             done += got
         return raw.view(info.dtype).reshape(info.shape)
+
+    def equal(self, name: str, other: Shards) -> bool:
+        """Whether two checkpoints hold the same bytes for a tensor; compared piece by piece."""
+        here, there = self.info(name), other.info(name)
+        if here.nbytes != there.nbytes:
+            return False
+        with here.file.open("rb") as first, there.file.open("rb") as second:
+            first.seek(here.offset)
+            second.seek(there.offset)
+            for start in range(0, here.nbytes, _PIECE):
+                size = min(_PIECE, here.nbytes - start)
+                if first.read(size) != second.read(size):
+                    return False
+        return True
 
     @property
     def total_bytes(self) -> int:

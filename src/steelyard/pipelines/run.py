@@ -23,7 +23,7 @@ from steelyard.pipelines.data import Samples
 from steelyard.pipelines.progress import progress
 from steelyard.pipelines.result import ModuleResult, Result
 from steelyard.pipelines.saving import Output, weight_error
-from steelyard.pipelines.sequential import Batch, LayerSequence, decoder_layers
+from steelyard.pipelines.sequential import LayerSequence, decoder_layers
 from steelyard.pipelines.source import Source, computing_in, fast_dtype
 
 __all__ = ["Run"]
@@ -63,7 +63,7 @@ class Run:
             for index, layer in enumerate(layers):
                 self._module(layer, f"{name}.{index}", None, lambda: None)
                 advance()
-            self._module(self.source.model, "", layers, lambda: None)
+            self._rest(name, layers, lambda: None)
             advance()
 
     def layer_by_layer(self, samples: Samples) -> None:
@@ -93,7 +93,12 @@ class Run:
                         advance()
 
                 self._module(layer, f"{sequence.name}.{index}", None, run, again)
-            self._rest(sequence, batches)
+
+            def run_rest() -> None:
+                for batch in batches:
+                    sequence.finish(batch)
+
+            self._rest(sequence.name, layers, run_rest)
 
     def whole(self, samples: Samples) -> None:
         with progress("calibrating", len(samples.batches), self.show) as advance:
@@ -105,16 +110,14 @@ class Run:
 
             self._module(self.source.model, "", None, run)
 
-    def _rest(self, sequence: LayerSequence, batches: list[Batch]) -> None:
-        """Calibrate what is not in a layer, such as the output projection."""
-        inside = f"{sequence.name}."
-        rest = [p for p in self.result.plan.quantized if not p.name.startswith(inside)]
-
-        def run() -> None:
-            for batch in batches if rest else ():
-                sequence.finish(batch)
-
-        self._module(self.source.model, "", sequence.layers, run)
+    def _rest(self, name: str, layers: Module, run: Callable[[], None]) -> None:
+        """Deal with what is not in a layer, such as the output projection."""
+        inside = f"{name}."
+        outside = [p for p in self.result.plan.quantized if not p.name.startswith(inside)]
+        if outside:
+            self._module(self.source.model, "", layers, run)
+        elif self.source.shards is None:  # nothing to compute, but the tensors are to be written
+            self.output.add(self.source.model, "", layers)
 
     def _outside(self, sequence: LayerSequence) -> Any:
         return self.source.loaded(self.source.model, "", skip=(sequence.name, "lm_head"))
