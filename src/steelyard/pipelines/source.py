@@ -8,6 +8,7 @@ loaded module, its weights are simply there.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,8 @@ class Source:
                 held = parent._parameters[leaf]
                 assert held is not None
                 parent._parameters[leaf] = Parameter(held.data.to("meta"), requires_grad=False)
+            if filled:
+                _return_memory()
 
 
 @contextlib.contextmanager
@@ -141,6 +144,12 @@ def fast_dtype(stored: torch.dtype, device: torch.device) -> torch.dtype:
         return stored
     has_tiles = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     return stored if stored == torch.bfloat16 and has_tiles() else torch.float32
+
+
+def _return_memory() -> None:
+    """Give freed memory back to the system; glibc would keep as much as several layers."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @contextlib.contextmanager
