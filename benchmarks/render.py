@@ -103,27 +103,30 @@ def serving_table(found: dict) -> str:
 def whole_run_table(found: dict) -> str:
     versions = found["versions"]
     lines = [
-        f"{found['model']}, {found['results'][0]['model bytes'] / 1e6:.0f} MB; "
-        f"{found['machine']['processor']}, {found['machine']['cores']} cores; llm-compressor "
-        f"{versions['peer']['llmcompressor']}. In brackets, a process that only imports.",
+        f"{found['model']}, {found['results'][0]['model bytes'] / 1e6:.0f} MB; calibrated on "
+        f"{found['calibration']}; {found['machine']['processor']}, {found['machine']['cores']} "
+        f"cores; llm-compressor {versions['peer']['llmcompressor']}. In brackets, a process that "
+        "only imports.",
         "",
-        "| case | | wall, s | CPU, s | peak, MB | extra memory, MB | faster | wanted |",
-        "|---|---|---|---|---|---|---|---|",
+        "| case | | wall, s | CPU, s | peak, MB | extra, MB | private, MB | faster | wanted |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for r in found["results"]:
         for side, label in (("peer", "llm-compressor"), ("ours", "ours")):
             best, only = r[side], r["imports"][side]
-            ratio = f"{r['faster']:.1f}x | {r['wanted']}x" if side == "ours" else " | "
-            lines.append(
-                f"| {r['case'] if side == 'peer' else ''} | {label} "
-                f"| {best['wall']:.1f} ({only['wall']:.1f}) | {best['cpu']:.1f} ({only['cpu']:.1f})"
-                f" | {best['peak'] / 1e6:.0f} ({only['peak'] / 1e6:.0f}) "
-                f"| {r['extra'][side] / 1e6:.0f} | {ratio} |"
-            )
-    lines += ["", "Values that are equal in the two checkpoints:", ""]
+            cells = [r["case"] if side == "peer" else "", label]
+            cells += [f"{best[name]:.1f} ({only[name]:.1f})" for name in ("wall", "cpu")]
+            cells += [f"{best['peak'] / 1e6:.0f} ({only['peak'] / 1e6:.0f})"]
+            cells += [f"{r[name][side] / 1e6:.0f}" for name in ("extra", "extra private")]
+            cells += [f"{r['faster']:.1f}x", f"{r['wanted']}x"] if side == "ours" else ["", ""]
+            lines.append(f"| {' | '.join(cells)} |")
+    lines.append("")
     for r in found["results"]:
-        shares = ", ".join(f"{kind} {share:.4%}" for kind, share in sorted(r["equal"].items()))
-        lines.append(f"- {r['case']}: {shares}")
+        told = [
+            f"{kind} {f['equal']:.2%}" + (f" (off by up to {f['off']:.1g})" if f["off"] else "")
+            for kind, f in sorted(r["compared"].items())
+        ]
+        lines.append(f"- {r['case']}: equal in both checkpoints are {', '.join(told)}.")
     return "\n".join(lines)
 
 

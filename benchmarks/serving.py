@@ -144,7 +144,8 @@ def tokens_for(model: Path, text: Path | None):
         torch.manual_seed(0)
         start = torch.full((SAMPLES + PROMPTS, 1), writer.config.bos_token_id)
         size = {"max_new_tokens": SAMPLE_LENGTH - 1, "min_new_tokens": SAMPLE_LENGTH - 1}
-        written = writer.generate(start, do_sample=True, top_k=0, **size)
+        mask = torch.ones_like(start)
+        written = writer.generate(start, attention_mask=mask, do_sample=True, top_k=0, **size)
         return written[:SAMPLES], written[SAMPLES:, :LENGTH]
     prose = text.read_text(encoding="utf-8")
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -193,10 +194,13 @@ def run(options: argparse.Namespace, scratch: Path) -> dict:
     from importlib.metadata import version
 
     from transformers import AutoConfig
+    from transformers.utils import logging
 
     from steelyard import oneshot
     from steelyard.modifiers import QuantizationModifier
 
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     config = AutoConfig.from_pretrained(options.model)
     calibration, tokens = tokens_for(options.model, options.text)
     folders = {DENSE: options.model.resolve()}
@@ -211,6 +215,7 @@ def run(options: argparse.Namespace, scratch: Path) -> dict:
     question, answer = scratch / "question.json", scratch / "answer.json"
     content = {"folders": {n: str(f) for n, f in folders.items()}, "dtype": options.dtype}
     question.write_text(json.dumps({**content, "tokens": tokens.tolist()}))
+    print(f"serving {len(folders)} checkpoints", file=sys.stderr)
     with (scratch / "log").open("w+") as log:
         command = [options.server, __file__, "serve", str(question), str(answer)]
         if subprocess.run(command, stdout=log, stderr=log).returncode:
