@@ -90,7 +90,8 @@ def serving_table(found: dict) -> str:
     ]
     for r in found["results"]:
         if "error" in r:
-            lines.append(f"| {r['scheme']} | not served: {r['error']} | | | |")
+            reason = r["error"].splitlines()[0]
+            lines.append(f"| {r['scheme']} | not served: {reason} | | | |")
             continue
         cells = [
             f"{r[column]['mean']:.4f} / {r[column]['max']:.3f}" if column in r else ""
