@@ -8,9 +8,11 @@ from steelyard.checkpoint.layout import (
 )
 from steelyard.checkpoint.shards import Shards, TensorInfo
 from steelyard.checkpoint.validator import validate_checkpoint
+from steelyard.checkpoint.view import CheckpointView
 from steelyard.checkpoint.writer import CheckpointWriter, quantization_config_dict
 
 __all__ = [
+    "CheckpointView",
     "CheckpointWriter",
     "Shards",
     "TensorInfo",

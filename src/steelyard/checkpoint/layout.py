@@ -21,7 +21,7 @@ from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
 from steelyard.errors import StrategyError, nearest
-from steelyard.kernels.pack import quantize_and_pack
+from steelyard.kernels.pack import quantize_and_pack, squared_error
 
 __all__ = [
     "compressor_of",
@@ -29,6 +29,7 @@ __all__ = [
     "expected_tensors",
     "format_of",
     "stored_tensors",
+    "words_for",
 ]
 
 TensorSpec = tuple[torch.dtype, tuple[int, ...]]
@@ -64,12 +65,15 @@ def stored_tensors(
     qparams: Mapping[str, torch.Tensor],
     scheme: QuantizationScheme,
     format: str | None = None,
+    errors: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
     """Return what the file holds for a Linear, under local names such as `weight_packed`.
 
     weight:  (out, in); None returns the parameters of the activations alone
     qparams: `weight_scale`, `weight_zero_point`, `weight_global_scale`, `input_scale` and so on,
              as `Observer.get_qparams` returns them
+    errors:  (out,), fp64; filled with the squared error of each row, where the scheme quantizes
+             weights
     """
     name = format or format_of(scheme)
     compressor = compressor_of(name)
@@ -88,8 +92,18 @@ def stored_tensors(
             "with actorder='weight', or without activation order"
         )
     if not _kernel_covers(name, weight, args) or "weight_g_idx" in kept:
+        if errors is not None and args is not None:
+            errors.zero_()[0] = _squared_error(weight, qparams, args)
         return dict(compressor.compress({"weight": weight, **qparams}, scheme))
-    return {**kept, **_stored_weight(weight, qparams, args, name)}
+    return {**kept, **_stored_weight(weight, qparams, args, name, errors)}
+
+
+def _squared_error(
+    weight: torch.Tensor, qparams: Mapping[str, torch.Tensor], args: QuantizationArgs
+) -> float:
+    zero_point = None if args.symmetric else qparams["weight_zero_point"]
+    global_scale = qparams.get("weight_global_scale")
+    return squared_error(weight, qparams["weight_scale"], zero_point, args, global_scale)
 
 
 def _unstored(scheme: QuantizationScheme, format: str) -> set[str]:
@@ -115,14 +129,20 @@ def _kernel_covers(format: str, weight: torch.Tensor, args: QuantizationArgs | N
 
 
 def _stored_weight(
-    weight: torch.Tensor, qparams: Mapping[str, torch.Tensor], args: QuantizationArgs, format: str
+    weight: torch.Tensor,
+    qparams: Mapping[str, torch.Tensor],
+    args: QuantizationArgs,
+    format: str,
+    errors: torch.Tensor | None,
 ) -> dict[str, torch.Tensor]:
     scale, zero_point = qparams["weight_scale"], qparams.get("weight_zero_point")
     # the compressors of other formats take no notice of a second scale
     global_scale = qparams.get("weight_global_scale") if format in (_NVFP4, *_MX_PACKED) else None
     words = format == _WORDS
-    packed = words and _words(32, args.num_bits) == args.num_bits  # else: padded, see `_words`
-    codes = quantize_and_pack(weight, scale, zero_point, args, global_scale, packed=packed)
+    packed = words and words_for(32, args.num_bits) == args.num_bits  # else padded
+    codes = quantize_and_pack(
+        weight, scale, zero_point, args, global_scale, packed=packed, errors=errors
+    )
     if words and not packed:
         codes = pack_to_int32(codes, args.num_bits)
     stored = {"weight_scale": _stored_scale(scale, args, format)}
@@ -149,7 +169,7 @@ def _packs_zero_point(args: QuantizationArgs) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _words(count: int, num_bits: int) -> int:
+def words_for(count: int, num_bits: int) -> int:
     """Return how many int32 hold `count` values.
 
     compressed-tensors itself is asked: up to 0.17 a value of 3, 5, 6 or 7 bits never straddles two
@@ -195,10 +215,10 @@ def _expected_weight(
         bits = _MX_PACKED.get(format, 4)
         expected["weight_packed"] = (torch.uint8, (rows, columns * bits // 8))
     elif format == _WORDS:
-        expected["weight_packed"] = (torch.int32, (rows, _words(columns, args.num_bits)))
+        expected["weight_packed"] = (torch.int32, (rows, words_for(columns, args.num_bits)))
         expected["weight_shape"] = (torch.int64, (2,))
         if _packs_zero_point(args):
-            packed = (_words(rows, args.num_bits), parameters[1])
+            packed = (words_for(rows, args.num_bits), parameters[1])
             expected["weight_zero_point"] = (torch.int32, packed)
     else:
         expected["weight"] = (args.pytorch_dtype() if format != "dense" else dtype, shape)

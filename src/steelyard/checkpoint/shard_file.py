@@ -1,86 +1,207 @@
-"""One safetensors file, written as its tensors come.
+"""One safetensors file, written as its tensors come, and continued after a crash.
 
 The format begins with a header that tells where each tensor lies, so usually all of them are
 gathered first. Here room is left for the header, which may be padded with spaces, and the bytes
 follow at once. Tensors must lie at multiples of their element's size: those of odd sizes, which are
 small, wait until the end.
+
+A checksum of all bytes is kept meanwhile. When the file is complete it is read back from the disk
+and must give the same.
 """
 
 from __future__ import annotations
 
+import base64
 import json
-import shutil
+import os
+import zlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from steelyard.checkpoint.shards import DTYPE_NAMES
+from steelyard.errors import CheckpointError
 
-__all__ = ["ShardFile"]
+__all__ = ["ShardFile", "is_whole"]
 
 _ROOM = 1 << 18  # for the header; enough for some 2,000 tensors
+_DATA = 8 + _ROOM
 _ALIGNED = 8
+_PIECE = 1 << 24
 
 
 class ShardFile:
-    """Takes tensors until `close`; holds only those whose size is not a multiple of 8 bytes."""
+    """Takes tensors until `close`; holds only those whose size is not a multiple of 8 bytes.
 
-    def __init__(self, path: Path) -> None:
+    state: what `state()` returned, to go on from there
+    """
+
+    def __init__(self, path: Path, state: dict[str, Any] | None = None) -> None:
         self.path = path
         self.names: list[str] = []
         self.nbytes = 0
         self._written = 0
+        self._crc = 0
         self._entries: dict[str, dict[str, Any]] = {}
-        self._waiting: dict[str, torch.Tensor] = {}
-        self._stream = path.open("wb")
-        self._stream.seek(8 + _ROOM)
+        self._waiting: dict[str, tuple[str, list[int], bytes]] = {}
+        flags = os.O_RDWR | os.O_CREAT | (0 if state else os.O_TRUNC)
+        self._handle = os.open(path, flags, 0o666)
+        if state is not None:
+            self._restore(state)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """tensor: on the CPU, contiguous"""
+        self.add_pieces(name, tensor.dtype, tuple(tensor.shape), [_bytes_of(tensor)])
+
+    def add_pieces(
+        self, name: str, dtype: torch.dtype, shape: tuple[int, ...], pieces: Iterable[Any]
+    ) -> None:
+        """Write a tensor whose bytes come in pieces, of which none is held."""
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
         self.names.append(name)
-        self.nbytes += tensor.nbytes
-        if tensor.nbytes % _ALIGNED:
-            self._waiting[name] = tensor.clone()
+        self.nbytes += nbytes
+        if nbytes % _ALIGNED:
+            self._waiting[name] = (DTYPE_NAMES[dtype], list(shape), b"".join(pieces))
         else:
-            self._write(name, tensor)
+            self._write(name, DTYPE_NAMES[dtype], list(shape), pieces)
 
-    def _write(self, name: str, tensor: torch.Tensor) -> None:
-        if tensor.nbytes:
-            raw: Any = tensor.reshape(-1).view(torch.uint8).numpy()
-            self._stream.write(memoryview(raw))
-        end = self._written + tensor.nbytes
-        self._entries[name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [self._written, end],
+    def _write(self, name: str, dtype: str, shape: list[int], pieces: Iterable[Any]) -> None:
+        start = self._written
+        for piece in pieces:
+            self._put(piece, _DATA + self._written)
+            self._crc = zlib.crc32(piece, self._crc)
+            self._written += len(piece)
+        place = [start, self._written]
+        self._entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": place}
+
+    def _put(self, data: Any, offset: int) -> None:
+        view, done = memoryview(data), 0
+        try:
+            while done < len(view):
+                done += os.pwrite(self._handle, view[done:], offset + done)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.path} cannot be written: {error.strerror}; make room or choose another "
+                "disk. The same command goes on from its last mark"
+            ) from error
+
+    # -- stopping and going on ----------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Return, in JSON's types, what it takes to go on from here; the bytes are on the disk."""
+        os.fsync(self._handle)
+        waiting = {
+            n: [d, s, base64.b64encode(b).decode()] for n, (d, s, b) in self._waiting.items()
         }
-        self._written = end
+        return {
+            "names": self.names,
+            "nbytes": self.nbytes,
+            "written": self._written,
+            "crc": self._crc,
+            "entries": self._entries,
+            "waiting": waiting,
+        }
 
-    def close(self) -> None:
-        """Write what waited, and the header."""
-        for name, tensor in sorted(self._waiting.items(), key=lambda i: -i[1].element_size()):
-            self._write(name, tensor)
+    def _restore(self, state: dict[str, Any]) -> None:
+        self.names = list(state["names"])
+        self.nbytes = state["nbytes"]
+        self._written = state["written"]
+        self._crc = state["crc"]
+        self._entries = dict(state["entries"])
+        for name, (dtype, shape, data) in state["waiting"].items():
+            self._waiting[name] = (dtype, shape, base64.b64decode(data))
+        end = _DATA + self._written
+        if _checksum(self.path, _DATA, end) != self._crc:
+            raise CheckpointError(
+                f"{self.path} is not as it was left; start anew with resume=False"
+            )
+        os.ftruncate(self._handle, end)
+
+    # -- the end ------------------------------------------------------------------------------
+
+    def close(self) -> dict[str, int]:
+        """Write what waited, and the header; read all of it back; return what `is_whole` takes."""
+        itemsize = {name: dtype.itemsize for dtype, name in DTYPE_NAMES.items()}
+        for name, (dtype, shape, data) in sorted(
+            self._waiting.items(), key=lambda item: -itemsize[item[1][0]]
+        ):
+            self._write(name, dtype, shape, [data])
         self._waiting.clear()
         content = {"__metadata__": {"format": "pt"}, **self._entries}
         header = json.dumps(content, separators=(",", ":")).encode()
-        if len(header) > _ROOM:
-            self._stream.close()
-            self._move_behind(header)
-            return
-        self._stream.seek(0)
-        self._stream.write(_ROOM.to_bytes(8, "little") + header.ljust(_ROOM))
-        self._stream.close()
+        room = max(_ROOM, -(-len(header) // _ALIGNED) * _ALIGNED)
+        header = room.to_bytes(8, "little") + header.ljust(room)
+        if room > _ROOM:
+            self._move_behind(len(header))
+        self._put(header, 0)
+        os.fsync(self._handle)
+        if hasattr(os, "posix_fadvise"):  # so that it is the disk which answers
+            os.posix_fadvise(self._handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        self.abandon()
+        sums = {"header": len(header), "header_crc": zlib.crc32(header), "crc": self._crc}
+        record = {**sums, "size": len(header) + self._written}
+        if not is_whole(self.path, record):
+            raise CheckpointError(
+                f"{self.path} does not hold what was written to it; the disk may be failing"
+            )
+        return record
 
-    def _move_behind(self, header: bytes) -> None:
-        """Write the file once more, behind a header that outgrew its room."""
-        header = header.ljust(-(-len(header) // _ALIGNED) * _ALIGNED)
+    def _move_behind(self, start: int) -> None:
+        """Copy the file, since its header outgrew the room that was left for it."""
         longer = self.path.with_suffix(".longer")
-        with self.path.open("rb") as data, longer.open("wb") as stream:
-            stream.write(len(header).to_bytes(8, "little") + header)
-            data.seek(8 + _ROOM)
-            shutil.copyfileobj(data, stream, 1 << 22)
+        old = self._handle
+        self._handle = os.open(longer, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+        try:
+            for piece in _pieces(old, _DATA, _DATA + self._written):
+                self._put(piece, start)
+                start += len(piece)
+        finally:
+            os.close(old)
         longer.replace(self.path)
 
     def abandon(self) -> None:
-        self._stream.close()
+        """Let go of the file as it is."""
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
+
+
+def is_whole(path: Path, record: dict[str, int]) -> bool:
+    """Whether a file is still as it was when `close` returned `record`."""
+    if not path.is_file() or path.stat().st_size != record["size"]:
+        return False
+    start = record["header"]
+    if _checksum(path, 0, start) != record["header_crc"]:
+        return False
+    return _checksum(path, start, record["size"]) == record["crc"]
+
+
+def _checksum(path: Path, start: int, end: int) -> int:
+    """Return the CRC-32 of a stretch of a file, or of as much of it as there is."""
+    crc = 0
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        for piece in _pieces(handle, start, end):
+            crc = zlib.crc32(piece, crc)
+    finally:
+        os.close(handle)
+    return crc
+
+
+def _pieces(handle: int, start: int, end: int) -> Iterator[memoryview]:
+    """Yield a stretch of a file; each piece is overwritten by the next."""
+    buffer = memoryview(bytearray(min(_PIECE, max(end - start, 1))))
+    while start < end:
+        got = os.preadv(handle, [buffer[: min(len(buffer), end - start)]], start)
+        if got == 0:
+            return
+        yield buffer[:got]
+        start += got
+
+
+def _bytes_of(tensor: torch.Tensor) -> Any:
+    if not tensor.nbytes:
+        return b""
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
@@ -43,7 +45,7 @@ _DTYPES = {
     "F32": torch.float32,
     "F64": torch.float64,
 }
-_PIECE = 1 << 22
+PIECE = 1 << 22
 DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
@@ -161,33 +163,43 @@ class Shards:
 
         Mapping the file instead would count all that was ever read as memory in use.
         """
-        info = self.info(name)
+        return self.read_stored(self.info(name))
+
+    def read_stored(self, info: TensorInfo) -> torch.Tensor:
+        """Return what lies where `info` says."""
+        raw = _memory(info.nbytes)
+        self._fill(memoryview(raw.numpy()), info)  # type: ignore[arg-type]
+        return raw.view(info.dtype).reshape(info.shape)
+
+    def _fill(self, view: memoryview, info: TensorInfo, start: int = 0) -> None:
+        """Read the bytes of a tensor from `start` on into `view`."""
         if info.file not in self._open:
             self._open[info.file] = os.open(info.file, os.O_RDONLY)
-        raw = torch.empty(info.nbytes, dtype=torch.uint8)
-        view, done = memoryview(raw.numpy()), 0  # type: ignore[arg-type]
-        while done < info.nbytes:
-            got = os.preadv(self._open[info.file], [view[done:]], info.offset + done)
+        done = 0
+        while done < len(view):
+            place = info.offset + start + done
+            got = os.preadv(self._open[info.file], [view[done:]], place)
             if got == 0:
                 raise CheckpointError(
-                    f"{info.file} ends before {name}; it was cut short while it was read"
+                    f"{info.file} ends before {info.name}; it was cut short while it was read"
                 )
             done += got
-        return raw.view(info.dtype).reshape(info.shape)
+
+    def pieces(self, name: str) -> Iterator[memoryview]:
+        """Yield the bytes of a tensor, a piece at a time; each is overwritten by the next."""
+        info = self.info(name)
+        buffer = memoryview(bytearray(min(PIECE, info.nbytes)))
+        for start in range(0, info.nbytes, PIECE):
+            piece = buffer[: min(PIECE, info.nbytes - start)]
+            self._fill(piece, info, start)
+            yield piece
 
     def equal(self, name: str, other: Shards) -> bool:
         """Whether two checkpoints hold the same bytes for a tensor; compared piece by piece."""
-        here, there = self.info(name), other.info(name)
-        if here.nbytes != there.nbytes:
+        if self.info(name).nbytes != other.info(name).nbytes:
             return False
-        with here.file.open("rb") as first, there.file.open("rb") as second:
-            first.seek(here.offset)
-            second.seek(there.offset)
-            for start in range(0, here.nbytes, _PIECE):
-                size = min(_PIECE, here.nbytes - start)
-                if first.read(size) != second.read(size):
-                    return False
-        return True
+        pairs = zip(self.pieces(name), other.pieces(name), strict=True)
+        return all(first == second for first, second in pairs)
 
     @property
     def total_bytes(self) -> int:
@@ -211,6 +223,16 @@ class Shards:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _memory(nbytes: int) -> torch.Tensor:
+    """Return bytes to read into; in large pages, since entering small ones costs like reading."""
+    if nbytes < PIECE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(nbytes, dtype=torch.uint8)
+    pages = mmap.mmap(-1, nbytes)
+    with suppress(OSError):  # a kernel without them
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 def _close_all(handles: dict[Path, int]) -> None:

@@ -7,6 +7,7 @@ scheme, the source, and the errors that were reported while quantizing.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -29,6 +30,7 @@ __all__ = ["validate_checkpoint"]
 
 _CACHE_PARAMETER = re.compile(r"[qkv]_(scale|zero_point)")
 _TOLERANCE = 0.01  # of a reported error, relative
+_ENOUGH = 1 << 26  # weights to decode, beyond the first and the last module
 
 
 def validate_checkpoint(
@@ -45,7 +47,8 @@ def validate_checkpoint(
 
     source:         what was quantized; all that was not must still be there
     reported:       module -> relative squared error of its weight, held against the files
-    samples:        how many weights are decoded, evenly spread over the model
+    samples:        how many weights are decoded, evenly spread over the model; fewer if they are
+                    large
     fused:          modules that the server merges, which must share global and per-tensor scales
     allow_negative: symmetric integer weights may have negative scales
     same_bytes:     compare unquantized tensors byte for byte, not by type and shape alone
@@ -208,8 +211,10 @@ class _Validator(WrittenCheckpoint):
             for module in sorted(reported.keys() - self.schemes.keys()):
                 yield f"{module}.weight has a reported error, but is not quantized here"
             known = [m for m in known if m in reported]
-        for module in _spread(known, samples):
-            original = source.read(f"{module}.weight").float()
+        sizes = [math.prod(source.info(f"{m}.weight").shape) for m in known]
+        enough = _ENOUGH * len(known) // max(sum(sizes), 1)
+        for module in _spread(known, min(samples, max(enough, 2))):
+            original = source.read(f"{module}.weight")
             try:
                 error = _relative_error(self.decode(module), original)
             except (RuntimeError, ValueError, AssertionError, KeyError) as failure:
@@ -254,7 +259,10 @@ def _spread(items: list[str], count: int) -> list[str]:
     return [items[round(i * step)] for i in range(count)]
 
 
-def _relative_error(decoded: torch.Tensor, original: torch.Tensor) -> float:
-    noise = (decoded - original).square_().sum(dtype=torch.float64)
-    signal = original.square().sum(dtype=torch.float64)
-    return float(noise / signal) if signal else float(noise)
+def _relative_error(decoded: Iterator[tuple[int, torch.Tensor]], original: torch.Tensor) -> float:
+    noise = signal = 0.0
+    for start, rows in decoded:
+        true = original[start : start + len(rows)].float()
+        noise += float((rows - true).square_().sum(dtype=torch.float64))
+        signal += float(true.square_().sum(dtype=torch.float64))
+    return noise / signal if signal else noise

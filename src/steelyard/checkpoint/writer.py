@@ -1,17 +1,17 @@
 """A checkpoint that is either complete or not there.
 
 Everything is written to a hidden folder beside the output, and moved into place by one rename when
-it is complete and on the disk. A run that fails leaves nothing behind and touches nothing; a server
-that watches the output never sees half of it.
+it is complete and on the disk. A server that watches the output never sees half of it. A run that
+fails before its first mark leaves nothing behind; after it, the same run can be taken up again.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import secrets
 import shutil
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -26,13 +26,15 @@ from compressed_tensors.base import (
 )
 from compressed_tensors.quantization import QuantizationConfig
 
-from steelyard.checkpoint.shard_file import ShardFile
+from steelyard.checkpoint.shard_file import ShardFile, is_whole
 from steelyard.checkpoint.shards import INDEX, SINGLE, Shards
-from steelyard.errors import CheckpointError
+from steelyard.checkpoint.work import WorkFolder, sync
+from steelyard.errors import CalibrationError, CheckpointError, SteelyardError
 
 __all__ = ["CheckpointWriter", "quantization_config_dict"]
 
 CONFIG = "config.json"
+MARK_SECONDS = 10.0  # between two marks; a crash costs as much at most
 
 
 class CheckpointWriter:
@@ -41,6 +43,9 @@ class CheckpointWriter:
     overwrite:       replace what `output_dir` holds, once the new checkpoint is complete
     max_shard_bytes: a shard holds at most this much, or one tensor that is larger
     source:          the checkpoint that is read meanwhile, and so must not be written over
+    identity:        what the run is made of, by name, in JSON's types. With it `mark` records how
+                     far the run came, and a later one with the same identity starts there
+    resume:          False forgets an earlier run instead
 
     >>> with CheckpointWriter("out") as writer:
     ...     writer.add("model.norm.weight", torch.ones(8))
@@ -55,22 +60,34 @@ class CheckpointWriter:
         overwrite: bool = False,
         max_shard_bytes: int = 5 * 10**9,
         source: Shards | str | Path | None = None,
+        identity: dict[str, Any] | None = None,
+        resume: bool = True,
     ) -> None:
         self.output_dir = Path(output_dir).resolve()
         self.overwrite = overwrite
         self.max_shard_bytes = max_shard_bytes
-        self._check_output()
+        self.identity = identity
+        self.resume = resume
+        self.progress: dict[str, Any] | None = None  # what the last mark of an earlier run said
+        self.finished = False  # an earlier run came to its end, but for a word
+        self.work = WorkFolder(self.output_dir)
+        if not self._ended_unnoticed():
+            self._check_output()
         if source is not None:
             folder = source.folder if isinstance(source, Shards) else Path(source)
             _check_apart(self.output_dir, folder.resolve())
-        name = f".{self.output_dir.name}.partial-{secrets.token_hex(4)}"
-        self.partial = self.output_dir.with_name(name)
-        self._made: list[Path] = []  # parents that did not exist, the innermost first
         self._file: ShardFile | None = None  # the shard that is being written
         self._total_bytes = 0
-        self._shards: list[list[str]] = []  # names per shard that is on the disk
+        self._shards: list[dict[str, Any]] = []  # names and checksums of those that are complete
         self._names: set[str] = set()
-        self._complete = False
+        self._marked = 0.0  # when
+        self._keep = False  # what is on the disk is worth keeping, whatever happens
+        self._open = False
+
+    @property
+    def partial(self) -> Path:
+        """Where the checkpoint grows."""
+        return self.work.checkpoint
 
     def _check_output(self) -> None:
         out = self.output_dir
@@ -95,62 +112,143 @@ class CheckpointWriter:
                 f"{parent} is not a folder that you may write to, so {out} cannot be made in it"
             )
 
+    def _ended_unnoticed(self) -> bool:
+        """Whether an earlier run moved its checkpoint into place, and died before it said so."""
+        if self.identity is None or not self.resume or not self.output_dir.is_dir():
+            return False
+        journal = self.work.read()
+        moved = journal is not None and journal["complete"] and not self.partial.exists()
+        return bool(moved and journal and journal["identity"] == self.identity)
+
     # -- lifecycle --------------------------------------------------------------------------
 
     def __enter__(self) -> CheckpointWriter:
-        parents = [self.partial.parent, *self.partial.parent.parents]
-        self._made = [parent for parent in parents if not parent.exists()]
+        self.work.open()
         try:
-            self.partial.mkdir(parents=True)
-        except OSError as error:
-            self._remove()
-            raise CheckpointError(f"cannot write beside {self.output_dir}: {error}") from error
+            self._begin()
+        except BaseException:
+            self.work.close(keep=True)
+            raise
+        self._open = True
+        self._marked = time.monotonic()
         return self
 
-    def __exit__(self, kind: object, *exc: object) -> None:
+    def _begin(self) -> None:
+        """Take up an earlier run, or begin."""
+        journal = self.work.read() if self.identity is not None and self.resume else None
+        if journal is None:
+            self.work.clear()
+            self.partial.mkdir()
+            return
+        changed = list(_differences(journal["identity"], self.identity or {}))
+        if changed:
+            listed = "\n".join(f"  - {line}" for line in changed)
+            raise CheckpointError(
+                f"an unfinished run for {self.output_dir} was begun with something else:\n{listed}"
+                "\nGive what it was begun with to continue it, or start anew with resume=False."
+            )
+        self._keep = True
+        self.progress = journal["progress"]
+        self.finished = self._ended_unnoticed()
+        if not self.finished:
+            self._restore(journal)
+
+    def _restore(self, journal: dict[str, Any]) -> None:
+        for position, shard in enumerate(journal["shards"]):
+            if not is_whole(self._shard(position, len(journal["shards"])), shard):
+                raise CheckpointError(
+                    f"{self._shard(position)} is not as it was left; start anew with resume=False"
+                )
+        self._shards = journal["shards"]
+        if journal["open"] is not None:
+            self._file = ShardFile(self._shard(len(self._shards)), journal["open"])
+        self._total_bytes = journal["total_bytes"]
+        self._names.update(*(shard["names"] for shard in self._shards))
+        self._names.update(self._file.names if self._file else ())
+
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        self._open = False
         if self._file is not None:
             self._file.abandon()
-        if self._complete:  # in place; or if the last rename failed, kept for the user to move
-            return
-        self._remove()
-        if kind is None:
+        lasting = (CheckpointError, CalibrationError)  # of which the cause can be removed
+        worth = kind is not None and not (
+            issubclass(kind, SteelyardError) and not issubclass(kind, lasting)
+        )
+        self.work.close(keep=self._keep and worth)
+        if kind is None and not self.finished:
             raise RuntimeError("the checkpoint was not finished: call finish(config) at the end")
 
-    def _remove(self) -> None:
-        shutil.rmtree(self.partial, ignore_errors=True)
-        for parent in self._made:
-            with suppress(OSError):  # someone else may have put something there
-                parent.rmdir()
-
     def _require_open(self) -> None:
-        if self._complete or not self.partial.is_dir():
+        if not self._open or self.finished:
             raise RuntimeError("write inside `with CheckpointWriter(...)`, before finish")
+
+    # -- how far it came ----------------------------------------------------------------------
+
+    def due(self, seconds: float = MARK_SECONDS) -> bool:
+        """Whether it is time for a mark: it costs a wait for the disk."""
+        return self.identity is not None and time.monotonic() - self._marked >= seconds
+
+    def mark(self, progress: dict[str, Any]) -> None:
+        """Record that all that was added so far is done, and what else the run must remember."""
+        self._require_open()
+        self._record(progress, complete=False)
+
+    def _record(self, progress: dict[str, Any] | None, complete: bool) -> None:
+        if self.identity is None:
+            return
+        open_state = self._file.state() if self._file is not None else None
+        self.work.record(
+            {
+                "identity": self.identity,
+                "complete": complete,
+                "shards": self._shards,
+                "open": open_state,
+                "total_bytes": self._total_bytes,
+                "progress": progress,
+            }
+        )
+        self.progress = progress
+        self._keep = True
+        self._marked = time.monotonic()
 
     # -- tensors ----------------------------------------------------------------------------
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Write a tensor."""
+        tensor = tensor.detach().cpu().contiguous()
+        self._file_for(name, tensor.nbytes).add(name, tensor)
+
+    def copy(self, name: str, source: Shards) -> None:
+        """Write a tensor of another checkpoint, a piece at a time."""
+        info = source.info(name)
+        file = self._file_for(name, info.nbytes)
+        file.add_pieces(name, info.dtype, info.shape, source.pieces(name))
+
+    def _file_for(self, name: str, nbytes: int) -> ShardFile:
         self._require_open()
         if name in self._names:
             raise CheckpointError(f"{name} was added to {self.output_dir} twice")
         self._names.add(name)
-        tensor = tensor.detach().cpu().contiguous()
-        if self._file is not None and self._file.nbytes + tensor.nbytes > self.max_shard_bytes:
+        if self._file is not None and self._file.nbytes + nbytes > self.max_shard_bytes:
             self._close_shard()
         if self._file is None:
             self._file = ShardFile(self._shard(len(self._shards)))
-        self._file.add(name, tensor)
-        self._total_bytes += tensor.nbytes
+        self._total_bytes += nbytes
+        return self._file
 
     def _close_shard(self) -> None:
         assert self._file is not None
-        self._file.close()
-        self._shards.append(self._file.names)
+        names = self._file.names
+        self._shards.append({"names": names, **self._file.close()})
         self._file = None
 
-    def _shard(self, position: int) -> Path:
-        """Where a shard lies until their number is known."""
-        return self.partial / f"shard-{position:05d}.safetensors"
+    def _shard(self, position: int, count: int = 0) -> Path:
+        """Where a shard lies: until their number is known, under a name of its own."""
+        path = self.partial / f"shard-{position:05d}.safetensors"
+        return path if path.exists() or not count else self.partial / _final(position, count)
 
     # -- other files ------------------------------------------------------------------------
 
@@ -182,9 +280,12 @@ class CheckpointWriter:
 
     # -- the end ----------------------------------------------------------------------------
 
-    def finish(self, config: dict[str, Any]) -> Path:
+    def finish(self, config: dict[str, Any], check: Callable[[Path], None] | None = None) -> Path:
         """Write the config, name the shards, and move the checkpoint into place; return its path.
 
+        check: called with the complete folder before it is moved; may raise
+
+        Where marks are made, one must say that all tensors are there before this is called.
         From the moment that it is complete it is not removed again: if it cannot be moved into
         place, the error says where it is.
         """
@@ -193,50 +294,57 @@ class CheckpointWriter:
             self._close_shard()
         if not self._shards:
             raise CheckpointError(f"no tensor was added to {self.output_dir}")
+        self._record(self.progress, complete=False)
         (self.partial / CONFIG).write_text(_to_json(config), "utf-8")
         self._name_shards()
         for path in (*self.partial.rglob("*"), self.partial):
-            _sync(path)
-        self._complete = True
+            sync(path)
+        self._keep = True
+        if check is not None:
+            check(self.partial)
+        self._record(self.progress, complete=True)
         try:
-            old = self._move_into_place()
+            self._check_output()  # hours may have passed since the first time
+            self.work.move_into_place()
         except (OSError, CheckpointError) as error:
             raise CheckpointError(
                 f"the checkpoint is complete, but could not be moved to {self.output_dir}: "
-                f"{error}; it is kept at {self.partial}"
+                f"{error}; it is kept at {self.partial} until the next run for this output"
             ) from error
-        if old is not None:
-            shutil.rmtree(old)
+        self.finished = True
         return self.output_dir
 
     def _name_shards(self) -> None:
         count = len(self._shards)
-        if count == 1:
-            self._shard(0).rename(self.partial / SINGLE)
-            return
         weight_map: dict[str, str] = {}
-        for position, names in enumerate(self._shards):
-            file = f"model-{position + 1:05d}-of-{count:05d}.safetensors"
-            self._shard(position).rename(self.partial / file)
-            weight_map.update(dict.fromkeys(names, file))
-        index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
-        (self.partial / INDEX).write_text(_to_json(index), "utf-8")
+        for position, shard in enumerate(self._shards):
+            file = _final(position, count)
+            if (path := self._shard(position, count)).name != file:
+                path.rename(self.partial / file)
+            weight_map.update(dict.fromkeys(shard["names"], file))
+        if count > 1:
+            index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
+            (self.partial / INDEX).write_text(_to_json(index), "utf-8")
 
-    def _move_into_place(self) -> Path | None:
-        """Rename, and return where the old folder went; whenever this stops, one is complete."""
-        self._check_output()  # hours may have passed since the first time
-        out, aside = self.output_dir, None
-        if out.exists():
-            aside = out.with_name(f".{out.name}.old-{secrets.token_hex(4)}")
-            out.rename(aside)
-        try:
-            self.partial.rename(out)
-        except BaseException:
-            if aside is not None:
-                aside.rename(out)
-            raise
-        _sync(out.parent)
-        return aside
+
+def _final(position: int, count: int) -> str:
+    return SINGLE if count == 1 else f"model-{position + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _differences(before: dict[str, Any], now: dict[str, Any], path: str = "") -> Iterator[str]:
+    """Yield what differs between two identities, by name."""
+    for key in {**before, **now}:
+        name = f"{path}{key}"
+        first, second = before.get(key), now.get(key)
+        if isinstance(first, dict) and isinstance(second, dict):
+            yield from _differences(first, second, f"{name}: ")
+        elif first != second:
+            yield f"{name} was {_short(first)}, and is {_short(second)}"
+
+
+def _short(value: Any) -> str:
+    text = "absent" if value is None else str(value).strip()
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def quantization_config_dict(config: QuantizationConfig) -> dict[str, Any]:
@@ -263,12 +371,3 @@ def _check_apart(out: Path, source: Path) -> None:
 
 def _to_json(content: dict[str, Any]) -> str:
     return json.dumps(content, indent=2, sort_keys=True) + "\n"
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -6,7 +6,9 @@ Nothing is known but config.json and the names of the tensors, as a server sees 
 from __future__ import annotations
 
 import json
+import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,14 @@ import torch
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from compressed_tensors.utils.match import match_name
 
-from steelyard.checkpoint.layout import compressor_of, format_of
+from steelyard.checkpoint.layout import compressor_of, format_of, words_for
 from steelyard.checkpoint.shards import Shards
 from steelyard.errors import CheckpointError
 
 __all__ = ["PARAMETER", "WrittenCheckpoint"]
 
 PARAMETER = re.compile(r"(weight|input|output)_(packed|scale|zero_point|global_scale|shape|g_idx)")
+_AT_ONCE = 1 << 22  # weights to decode
 _EMBEDDING = re.compile(r"embed|wte|wpe")
 
 
@@ -102,8 +105,9 @@ class WrittenCheckpoint:
         stored = self.shards.info(scale).dtype if scale in self.shards else torch.uint8
         return stored if stored.itemsize > 1 else torch.bfloat16  # one byte is a code of the format
 
-    def decode(self, module: str) -> torch.Tensor:
-        """Return the weight that a server reconstructs, fp32."""
+    def decode(self, module: str) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield the weight that a server reconstructs, fp32, some rows at a time with the first's
+        number: unpacked in one go it would take many times its size."""
         scheme = self.schemes[module]
         names = [local for local in self.tensors[module] if PARAMETER.fullmatch(local)]
         if "weight" in self.tensors[module]:
@@ -112,8 +116,27 @@ class WrittenCheckpoint:
         scale = state["weight_scale"]
         if scale.dtype.itemsize > 1:  # else the product is rounded to bf16, which 8 bits notice
             state["weight_scale"] = scale.float()
-        decoded = compressor_of(format_of(scheme)).decompress(state, scheme)
-        return torch.as_tensor(decoded["weight"]).float()
+        compressor = compressor_of(format_of(scheme))
+        rows, columns = self.shape(module)
+        args = scheme.weights
+        assert args is not None
+        height = args.block_structure[0] if args.block_structure else 1
+        unit = math.lcm(32, 32 // args.num_bits, height)  # no block or packed word is cut
+        step = max(unit, _AT_ONCE // max(columns, 1) // unit * unit)
+        for start in range(0, rows, step):
+            stop = min(start + step, rows)
+            part = dict(state)
+            for local, stored in state.items():
+                if local == "weight_shape":
+                    part[local] = torch.tensor([stop - start, columns])
+                elif local == "weight_zero_point" and stored.dtype == torch.int32:
+                    first, last = (words_for(r, args.num_bits) for r in (start, stop))
+                    part[local] = stored[first:last]
+                elif local.startswith("weight") and stored.ndim == 2:
+                    per = height if len(stored) < rows else 1
+                    part[local] = stored[start // per : -(-stop // per)]
+            decoded = compressor.decompress(part, scheme)
+            yield start, torch.as_tensor(decoded["weight"]).float()
 
 
 def _read_config(folder: Path) -> tuple[dict[str, Any], QuantizationConfig]:

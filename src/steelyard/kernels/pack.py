@@ -44,6 +44,7 @@ def quantize_and_pack(
     packed: bool = True,
     exact: bool = False,
     backend: str | None = None,
+    errors: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the stored form of a weight.
 
@@ -51,15 +52,20 @@ def quantize_and_pack(
     scale:      as `Observer.get_qparams` returns it
     zero_point: likewise; one of zeros, where the type is symmetric, only turns -0.0 into 0.0
     packed:     integers into int32 words; False stores one int8 each
+    errors:     (out,), fp64; filled with the squared error of each row, at little cost
     """
     zero_point, block, rounds = _arithmetic(weight, scale, zero_point, args, global_scale, exact)
     layout, shape, dtype = _storage(args, weight.shape[0], weight.shape[1], packed)
     if _compiled(weight, scale, global_scale, rounds, backend):
         out = torch.empty(shape, dtype=dtype)
         raw = out.view(torch.uint8)
-        compiled.pack(weight, scale, zero_point, args, global_scale, block, layout, rounds, raw)
+        compiled.pack(
+            weight, scale, zero_point, args, global_scale, block, layout, rounds, raw, errors
+        )
         return out
     codes = _quantize(weight, scale, zero_point, args, global_scale, block, rounds)
+    if errors is not None:
+        errors.copy_(_row_errors(weight, codes, scale, zero_point, global_scale, block))
     if layout == _BYTES:
         return codes.to(dtype)
     if layout == _NIBBLES:
@@ -88,11 +94,23 @@ def squared_error(
         )
         return float(errors.sum())
     codes = _quantize(weight, scale, zero_point, args, global_scale, block, rounds)
+    return float(_row_errors(weight, codes, scale, zero_point, global_scale, block).sum())
+
+
+def _row_errors(
+    weight: torch.Tensor,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    global_scale: torch.Tensor | None,
+    block: tuple[int, int],
+) -> torch.Tensor:
+    """Return the squared error of each row, fp64 of shape (out,)."""
     if zero_point is not None:
         codes = codes - _spread(zero_point.float(), weight.shape, block)
     effective = scale.float() if global_scale is None else scale.float() / global_scale
     stored = codes * _spread(effective, weight.shape, block)
-    return float((stored - weight.float()).double().square().sum())
+    return (stored - weight.float()).double().square().sum(dim=1)
 
 
 def _arithmetic(

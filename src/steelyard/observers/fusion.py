@@ -7,6 +7,7 @@ before they are quantized.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from steelyard.errors import FusionError
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from compressed_tensors.quantization import QuantizationArgs
 
-__all__ = ["FUSED_LAYER_NAMES", "disagreement", "fuse_weight_observers"]
+__all__ = ["FUSED_LAYER_NAMES", "disagreement", "fuse_weight_observers", "fused_groups"]
 
 FUSED_LAYER_NAMES: list[tuple[str, ...]] = [
     ("q_proj", "k_proj", "v_proj"),
@@ -36,36 +37,42 @@ _FORMAT_FIELDS = (
 )
 
 
+def fused_groups(names: Iterable[str]) -> Iterator[tuple[str, ...]]:
+    """Yield the modules among `names` that the server merges, group by group.
+
+    >>> list(fused_groups(["attn.q_proj", "attn.o_proj", "attn.k_proj"]))
+    [('attn.q_proj', 'attn.k_proj')]
+    """
+    known = dict.fromkeys(names)
+    for parent in dict.fromkeys(name.rpartition(".")[0] for name in known):
+        for leaves in FUSED_LAYER_NAMES:
+            paths = (f"{parent}.{leaf}".lstrip(".") for leaf in leaves)
+            present = tuple(path for path in paths if path in known)
+            if len(present) > 1:
+                yield present
+
+
 def fuse_weight_observers(model: torch.nn.Module) -> None:
     """Link the weight observers of each fused group in `model`.
 
     A projection that is absent or None is passed over. A group in which some layers are quantized
     and others are not, or not alike, is an error: no server can load it fused.
     """
-    import torch
-
     from steelyard.observers.base import Observer
 
-    for parent_name, parent in model.named_modules():
-        for names in FUSED_LAYER_NAMES:
-            layers = {name: getattr(parent, name, None) for name in names}
-            present = {k: v for k, v in layers.items() if isinstance(v, torch.nn.Module)}
-            paths = {k: f"{parent_name}.{k}".lstrip(".") for k in present}
-            observers: dict[str, Observer] = {}
-            for key, layer in present.items():
-                observer = getattr(layer, "weight_observer", None)
-                if isinstance(observer, Observer):
-                    observers[key] = observer
-            missing = [paths[k] for k in present if k not in observers]
-            if observers and missing:
-                found = [paths[k] for k in observers]
-                raise FusionError(
-                    f"{', '.join(found)} will be quantized but {', '.join(missing)} will not, and "
-                    "the server fuses them into one layer: target them all, or ignore them all"
-                )
-            for key, observer in observers.items():
-                observer.module_name = observer.module_name or paths[key]
-            Observer.fuse(observers.values())
+    modules = dict(model.named_modules())
+    for group in fused_groups(modules):
+        found = {n: getattr(modules[n], "weight_observer", None) for n in group}
+        observers = {n: o for n, o in found.items() if isinstance(o, Observer)}
+        missing = [n for n in group if n not in observers]
+        if observers and missing:
+            raise FusionError(
+                f"{', '.join(observers)} will be quantized but {', '.join(missing)} will not, and "
+                "the server fuses them into one layer: target them all, or ignore them all"
+            )
+        for name, observer in observers.items():
+            observer.module_name = observer.module_name or name
+        Observer.fuse(observers.values())
 
 
 def disagreement(first: QuantizationArgs, second: QuantizationArgs) -> str | None:

@@ -3,8 +3,8 @@
     oneshot("path/to/model", recipe, dataset="calibration.jsonl", output_dir="quantized")
 
 A recipe is planned first, and nothing heavy starts unless the plan holds. A recipe that needs no
-data reads each weight once. One that does runs the decoder's layers one after another; a layer is
-calibrated in the pass that computes the input of the next.
+data goes from file to file, tensor by tensor. One that does runs the decoder's layers one after
+another; a layer is calibrated in the pass that computes the input of the next.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ from torch.nn import Module
 from steelyard.errors import DataError, PlanError, nearest
 from steelyard.modifiers import QuantizationModifier
 from steelyard.pipelines.data import load_samples
+from steelyard.pipelines.identity import identity_of
 from steelyard.pipelines.plan import make_plan
 from steelyard.pipelines.result import Result
 from steelyard.pipelines.run import Run
 from steelyard.pipelines.saving import Output, save_as_quantized
 from steelyard.pipelines.source import Source
+from steelyard.pipelines.streaming import budget_of, jobs_of, restack
 from steelyard.recipes import Recipe, load_recipe
 
 __all__ = ["oneshot"]
@@ -58,6 +60,7 @@ def oneshot(
     propagate_error: bool | None = None,
     uncalibrated: str = "error",
     overwrite: bool = False,
+    resume: bool = True,
     dry_run: bool = False,
     model_revision: str | None = None,
     trust_remote_code_model: bool = False,
@@ -69,22 +72,31 @@ def oneshot(
     recipe:       see `steelyard.recipes.load_recipe`
     dataset:      see `steelyard.pipelines.data.load_samples`; only where the recipe needs data
     output_dir:   where the checkpoint goes; may be left out for a loaded module
-    pipeline:     sequential (layer by layer) | basic (the whole model at once) | datafree; auto
-                  takes the last where no data is needed, else the first
+    pipeline:     sequential (layer by layer) | basic (the whole model at once) | datafree (from
+                  file to file); auto takes the last where no data is needed, else the first
     propagate_error: show each layer what the quantized layers before it give, at the cost of a
                   second pass; None does so where a modifier asks for it
     uncalibrated: what a module that no token reached gets: an error, or weights-only
+    resume:       take up a run for the same output that did not end; False starts anew
     dry_run:      stop after the plan
     """
     started = time.perf_counter()
     _one_of("pipeline", pipeline, PIPELINES)
     _one_of("uncalibrated", uncalibrated, UNCALIBRATED)
     loaded = load_recipe(recipe)
-    source = Source.open(model, model_revision, trust_remote_code_model)
+    config, check = _config_of(loaded)
+    streams = _streams(model, loaded, config, pipeline)
+    source = (
+        Source.from_files(model, model_revision)
+        if streams
+        else Source.open(model, model_revision, trust_remote_code_model)
+    )
     if source.shards is not None and output_dir is None and not dry_run:
         raise PlanError("output_dir is missing: where should the checkpoint go?")
-    config, check = _config_of(loaded)
     plan = make_plan(source.model, config, check)
+    if streams and source.shards is not None:
+        restack(source.shards, plan)
+        plan.budget = budget_of(source.shards, jobs_of(source.shards, plan))
     text_config = source.model.config.get_text_config()
     plan.layers = getattr(text_config, "num_hidden_layers", 1)
     plan.hidden = getattr(text_config, "hidden_size", 0)
@@ -126,21 +138,44 @@ def oneshot(
             vocab_size=getattr(text_config, "vocab_size", None),
         )
         result.notes.append(samples.description)
-    with Output.open(source, output_dir, overwrite, tokenizer or processor) as run.output:
-        _apply(source.model, config)
-        if samples is None:
-            run.weights_only()
-        elif pipeline == "basic":
-            run.whole(samples)
+    identity = None
+    if source.shards is not None and output_dir is not None:
+        options = {"pipeline": pipeline, "propagate_error": propagate_error}
+        tokens = samples.batches if samples is not None else ()
+        identity = identity_of(source.shards, loaded.text, options, tokens)
+    destination = Output.open(
+        source, output_dir, overwrite, tokenizer or processor, identity, resume
+    )
+    with destination as run.output:
+        run.take_up()
+        if streams:
+            run.stream()
         else:
-            run.layer_by_layer(samples)
+            _apply(source.model, config)
+            if samples is None:
+                run.weights_only()
+            elif pipeline == "basic":
+                run.whole(samples)
+            else:
+                run.layer_by_layer(samples)
         run.raise_unseen()
         final = run.final_config(config)
-        result.output_dir = run.output.finish(final, loaded.text, result.modules, plan)
+        result.output_dir = run.output.finish(
+            final, loaded.text, result.modules, plan, run.state(written=True)
+        )
     if result.model is not None:
         save_as_quantized(source, final, loaded.text, result.modules, plan, tokenizer or processor)
     result.seconds = time.perf_counter() - started
     return result
+
+
+def _streams(model: Any, recipe: Recipe, config: QuantizationConfig, pipeline: str) -> bool:
+    """Whether the files alone are enough: no data, and no class that only the model knows."""
+    if isinstance(model, Module) or recipe.needs_data or pipeline not in ("auto", "datafree"):
+        return False
+    named = [*config.ignore, *(t for s in config.config_groups.values() for t in s.targets)]
+    classes = {name for name in named if name[:1].isupper()} - {"Linear", "Embedding"}
+    return not classes
 
 
 def _apply(model: Module, config: QuantizationConfig) -> None:

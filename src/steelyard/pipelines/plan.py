@@ -18,7 +18,7 @@ from torch.nn import Embedding, Linear, Module
 
 from steelyard.checkpoint.layout import expected_tensors, format_of
 from steelyard.errors import PlanError
-from steelyard.observers.fusion import FUSED_LAYER_NAMES
+from steelyard.observers.fusion import fused_groups
 
 __all__ = ["Left", "Plan", "Planned", "make_plan"]
 
@@ -73,6 +73,7 @@ class Plan:
     layers: int = 1
     hidden: int = 0
     tokens: int = 0  # that will flow through the model
+    budget: int = 0  # bytes of the source that a stream holds at once
 
     @property
     def output_bytes(self) -> int:
@@ -92,8 +93,10 @@ class Plan:
         """About how many bytes a run from a folder holds at once, beside the libraries.
 
         One layer, or all that is outside of the layers; with data once more in fp32, and the
-        hidden states.
+        hidden states. A stream holds what is on its way, and as much again for what it makes of it.
         """
+        if self.budget:
+            return 2 * self.budget
         inside = sum(_bytes(p.dtype, p.shape) for p in self.quantized) // max(self.layers, 1)
         outside = sum(left.nbytes for left in self.left) + self.small_bytes
         return max(inside, outside) * (3 if self.tokens else 1) + 4 * self.tokens * self.hidden
@@ -230,24 +233,19 @@ def _tied(model: Any, plan: Plan) -> Iterator[str]:
 
 def _half_fused(modules: dict[str, Module], plan: Plan) -> Iterator[str]:
     quantized = {p.name: p for p in plan.quantized}
-    for parent in dict.fromkeys(name.rpartition(".")[0] for name in quantized):
-        for names in FUSED_LAYER_NAMES:
-            paths = [f"{parent}.{n}".lstrip(".") for n in names]
-            present = [p for p in paths if p in modules]
-            taken = [p for p in present if p in quantized]
-            if not taken:
-                continue
-            missing = [p for p in present if p not in quantized]
-            if missing:
-                yield (
-                    f"{', '.join(taken)} would be quantized but {', '.join(missing)} would not, "
-                    "and the server fuses them: target them all, or ignore them all"
-                )
-            elif len({quantized[p].group for p in taken}) > 1:
-                yield (
-                    f"{', '.join(taken)} belong to different config groups, and the server fuses "
-                    "them: give them one"
-                )
+    for group in fused_groups(modules):
+        taken = [name for name in group if name in quantized]
+        missing = [name for name in group if name not in quantized]
+        if taken and missing:
+            yield (
+                f"{', '.join(taken)} would be quantized but {', '.join(missing)} would not, "
+                "and the server fuses them: target them all, or ignore them all"
+            )
+        elif len({quantized[name].group for name in taken}) > 1:
+            yield (
+                f"{', '.join(taken)} belong to different config groups, and the server fuses "
+                "them: give them one"
+            )
 
 
 def _indivisible(planned: Planned) -> Iterator[str]:

@@ -6,16 +6,21 @@ data pass, compute the parameters, and hand the tensors to the output.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from compressed_tensors.utils.match import is_match
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch.nn import Module
 
 from steelyard.calibration import Calibration
 from steelyard.calibration.lifecycle import observed_tokens
+from steelyard.checkpoint.work import sync
+from steelyard.checkpoint.writer import MARK_SECONDS
 from steelyard.errors import CalibrationError, PipelineError
 from steelyard.modifiers import IMatrixGatherer
 from steelyard.observers.importance import ImportanceObserver
@@ -23,8 +28,9 @@ from steelyard.pipelines.data import Samples
 from steelyard.pipelines.progress import progress
 from steelyard.pipelines.result import ModuleResult, Result
 from steelyard.pipelines.saving import Output, weight_error
-from steelyard.pipelines.sequential import LayerSequence, decoder_layers
+from steelyard.pipelines.sequential import Batch, LayerSequence, decoder_layers
 from steelyard.pipelines.source import Source, computing_in, fast_dtype
+from steelyard.pipelines.streaming import Stream
 
 __all__ = ["Run"]
 
@@ -49,8 +55,22 @@ class Run:
         self.unseen: list[str] = []
         self.weights_only_schemes: dict[str, QuantizationScheme] = {}
         self.dtype = fast_dtype(source.dtype, _device(source.model))
+        self.done = 0  # steps: jobs of a stream, or layers
+        self.written = False  # all tensors are
+        self._patience = 0.0  # seconds until the next mark, if they are slow
 
-    # -- the three ways through a model -----------------------------------------------------
+    # -- the ways through a model -------------------------------------------------------------
+
+    def stream(self) -> None:
+        """From file to file."""
+        view, writer, plan = self.source.shards, self.output.writer, self.result.plan
+        assert view is not None and writer is not None
+        if not self.written:
+            stream = Stream(view, plan, writer, self.result.modules, self.state, self.show)
+            stream.run(self.done)
+            self.done = stream.done
+        weighed = (p.name for p in plan.quantized if p.scheme.weights is not None)
+        self.output.done.update(f"{name}.weight" for name in weighed)
 
     def weights_only(self) -> None:
         """Observe weights, module by module where the model has no layers."""
@@ -61,12 +81,17 @@ class Run:
             return
         with progress("quantizing", len(layers) + 1, self.show) as advance:
             for index, layer in enumerate(layers):
-                self._module(layer, f"{name}.{index}", None, lambda: None)
+                if index >= self.done:
+                    self._module(layer, f"{name}.{index}", None, lambda: None)
+                    self._layer_done(index)
                 advance()
-            self._rest(name, layers, lambda: None)
+            if self.done <= len(layers):
+                self._rest(name, layers, lambda: None)
             advance()
 
     def layer_by_layer(self, samples: Samples) -> None:
+        if self.written:
+            return
         sequence = LayerSequence(self.source.model)
         source, model, layers = self.source, self.source.model, sequence.layers
         total = len(samples.batches) * (len(layers) + 1)
@@ -78,7 +103,12 @@ class Run:
                 computing_in(model, self.dtype),
             ):
                 batches = sequence.start(samples.batches, advance)
+            if self.done and not self.written:
+                self._load_hidden(batches)
+                advance(self.done * len(batches))
             for index, layer in enumerate(layers):
+                if index < self.done:
+                    continue
 
                 def run(index: int = index) -> None:
                     for batch in batches:
@@ -93,6 +123,7 @@ class Run:
                         advance()
 
                 self._module(layer, f"{sequence.name}.{index}", None, run, again)
+                self._layer_done(index, batches)
 
             def run_rest() -> None:
                 for batch in batches:
@@ -122,6 +153,61 @@ class Run:
     def _outside(self, sequence: LayerSequence) -> Any:
         return self.source.loaded(self.source.model, "", skip=(sequence.name, "lm_head"))
 
+    # -- stopping and going on ----------------------------------------------------------------
+
+    def take_up(self) -> None:
+        """Start where an earlier run came to, if there is one."""
+        progress = self.output.progress
+        if progress is None:
+            return
+        for name, (error, tokens) in progress["modules"].items():
+            self.result.modules[name] = ModuleResult(error, tokens)
+            if error is not None:
+                self.output.done.add(self.source.key(f"{name}.weight"))
+        for name, scheme in progress["weights_only"].items():
+            self.weights_only_schemes[name] = QuantizationScheme.model_validate(scheme)
+        self.unseen = progress["unseen"]
+        self.result.notes += progress["notes"]
+        self.done, self.written = progress["done"], progress["written"]
+        count = len(self.result.modules)
+        self.result.notes.append(f"continued after {count} modules, which an earlier run had done")
+
+    def state(self, done: int | None = None, written: bool = False) -> dict[str, Any]:
+        """Return, in JSON's types, what `take_up` needs."""
+        schemes = self.weights_only_schemes.items()
+        return {
+            "done": self.done if done is None else done,
+            "written": written,
+            "modules": {name: [m.error, m.tokens] for name, m in self.result.modules.items()},
+            "weights_only": {name: scheme.model_dump(mode="json") for name, scheme in schemes},
+            "unseen": self.unseen,
+            "notes": self.result.notes,
+        }
+
+    def _layer_done(self, index: int, batches: list[Batch] | None = None) -> None:
+        """Record, when it is time, that a layer is done, and what flows into the next."""
+        self.done = index + 1
+        writer = self.output.writer
+        if writer is None or not writer.due(max(MARK_SECONDS, self._patience)):
+            return
+        started = time.monotonic()
+        path = writer.work.path / f"hidden-{self.done}.safetensors"
+        if batches is not None:
+            save_file({str(i): b.hidden.contiguous() for i, b in enumerate(batches)}, path)
+            sync(path)
+        writer.mark(self.state())
+        for old in writer.work.path.glob("hidden-*.safetensors"):
+            if old != path:
+                old.unlink()
+        self._patience = 20 * (time.monotonic() - started)  # at most a twentieth of the time
+
+    def _load_hidden(self, batches: list[Batch]) -> None:
+        assert self.output.writer is not None
+        path = self.output.writer.work.path / f"hidden-{self.done}.safetensors"
+        with safe_open(path, "pt") as file:
+            for i, batch in enumerate(batches):
+                batch.hidden = file.get_tensor(str(i))
+
     # -- one module -------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -149,10 +235,12 @@ class Run:
                 self._note_unweighed(calibration)
             with computing_in(module, self.dtype):
                 again()
-            for each, quantized in calibration.modules.items():
-                error = weight_error(quantized)
-                self.result.modules[each] = ModuleResult(error, tokens[each])
             self.output.add(module, name, without)
+            for each, quantized in calibration.modules.items():
+                error = self.output.errors.get(each)
+                if error is None:  # nothing was written
+                    error = weight_error(quantized)
+                self.result.modules[each] = ModuleResult(error, tokens[each])
 
     def _gather_only_where_asked(self, calibration: Calibration) -> None:
         """Where there is an IMatrixGatherer, its targets say which modules gather importance."""
@@ -175,7 +263,9 @@ class Run:
             self.unseen.append(name)
             module: Any = calibration.modules[name]
             scheme = module.quantization_scheme.model_copy(update={"input_activations": None})
-            if self.uncalibrated == "weights-only" and scheme.weights is not None:
+            # those of a file go on, so that a run which ends in an error can be continued
+            goes_on = self.uncalibrated == "weights-only" or self.source.shards is not None
+            if goes_on and scheme.weights is not None:
                 module.quantization_scheme = scheme
                 self.weights_only_schemes[name] = scheme
                 for parameter in [p for p in module._parameters if p.startswith("input_")]:
@@ -192,14 +282,19 @@ class Run:
     # -- the end ----------------------------------------------------------------------------
 
     def raise_unseen(self) -> None:
-        left = [name for name in self.unseen if name not in self.weights_only_schemes]
+        allowed = self.weights_only_schemes if self.uncalibrated == "weights-only" else ()
+        left = [name for name in self.unseen if name not in allowed]
         if not left:
             return
+        kept = ""
+        if self.output.writer is not None and self.source.shards is not None:
+            self.output.writer.mark(self.state())
+            kept = " What was calibrated is kept, and need not be again if you choose the second."
         shown = "\n".join(f"  - {name}" for name in left)
         raise CalibrationError(
             f"{len(left)} modules saw no token of the calibration data, so they have no scale:\n"
             f'{shown}\nUse more samples, or uncalibrated="weights-only" to quantize only their '
-            "weights, or add them to ignore."
+            f"weights, or add them to ignore.{kept}"
         )
 
     def final_config(self, config: QuantizationConfig) -> QuantizationConfig:

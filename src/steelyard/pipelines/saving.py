@@ -27,11 +27,13 @@ from steelyard.checkpoint import (
 )
 from steelyard.errors import CheckpointInvalid
 from steelyard.kernels.pack import squared_error
-from steelyard.observers.fusion import FUSED_LAYER_NAMES
+from steelyard.kernels.squares import sum_of_squares
+from steelyard.observers.fusion import fused_groups
+from steelyard.pipelines.files import Router
 from steelyard.pipelines.plan import Plan
 from steelyard.pipelines.source import Source
 
-__all__ = ["Output", "save_as_quantized", "weight_error"]
+__all__ = ["Output", "relative_error", "save_as_quantized", "weight_error"]
 
 
 def weight_error(module: Module) -> float | None:
@@ -43,7 +45,12 @@ def weight_error(module: Module) -> float | None:
     zero_point = None if scheme.weights.symmetric else module.weight_zero_point
     global_scale = getattr(module, "weight_global_scale", None)
     noise = squared_error(weight, module.weight_scale, zero_point, scheme.weights, global_scale)  # type: ignore[arg-type]
-    signal = float(torch.linalg.vector_norm(weight, dtype=torch.float32)) ** 2
+    return relative_error(noise, weight)
+
+
+def relative_error(noise: float, weight: torch.Tensor) -> float:
+    """Return a squared error over the weight's sum of squares."""
+    signal = float(sum_of_squares(weight).sum(dtype=torch.float64))
     return noise / signal if signal else 0.0
 
 
@@ -56,18 +63,32 @@ class Output:
         self.tokenizer = tokenizer
         self.done: set[str] = set()  # names in the source that are dealt with
         self.plain: list[str] = []  # weights that are written as they were
+        self.errors: dict[str, float] = {}  # of the weights that are written, relative
 
     @classmethod
     @contextlib.contextmanager
     def open(
-        cls, source: Source, folder: str | Path | None, overwrite: bool, tokenizer: Any
+        cls,
+        source: Source,
+        folder: str | Path | None,
+        overwrite: bool,
+        tokenizer: Any,
+        identity: dict[str, Any] | None = None,
+        resume: bool = True,
     ) -> Iterator[Output]:
         if folder is None:
             yield cls(source, None, tokenizer)
             return
         origin = None if source.shards is None else source.shards.folder
-        with CheckpointWriter(folder, overwrite=overwrite, source=origin) as writer:
+        with CheckpointWriter(
+            folder, overwrite=overwrite, source=origin, identity=identity, resume=resume
+        ) as writer:
             yield cls(source, writer, tokenizer)
+
+    @property
+    def progress(self) -> dict[str, Any] | None:
+        """How far an earlier run came, in the words of its last mark."""
+        return None if self.writer is None else self.writer.progress
 
     def add(self, root: Module, prefix: str, without: Module | None) -> None:
         """Write the quantized modules of `root`, and its other tensors if they lie in memory."""
@@ -98,7 +119,9 @@ class Output:
                 if not (leaf.endswith("zero_point") and scheme.input_activations.symmetric):
                     self.writer.add(self.source.key(f"{path}.{leaf}"), value)
             return bias
-        stored = stored_tensors(weight, parameters, scheme)
+        errors = torch.zeros(len(weight), dtype=torch.float64)
+        stored = stored_tensors(weight, parameters, scheme, errors=errors)
+        self.errors[path] = relative_error(float(errors.sum()), weight)
         self.done.add(self.source.key(f"{path}.weight"))
         for leaf, value in stored.items():
             self.writer.add(self.source.key(f"{path}.{leaf}"), value)
@@ -122,7 +145,10 @@ class Output:
     def _add_plain(self, name: str, tensor: torch.Tensor) -> None:
         assert self.writer is not None
         self.writer.add(name, tensor)
-        if tensor.ndim == 2 and name.endswith(".weight"):
+        self._note_plain(name, tensor.ndim)
+
+    def _note_plain(self, name: str, dimensions: int) -> None:
+        if dimensions == 2 and name.endswith(".weight"):
             self.plain.append(name.removesuffix(".weight"))
 
     def _release(self, module: Module) -> None:
@@ -135,16 +161,29 @@ class Output:
                 module._parameters[leaf] = meta
 
     def finish(
-        self, config: QuantizationConfig, recipe: str, modules: Mapping[str, Any], plan: Plan
+        self,
+        config: QuantizationConfig,
+        recipe: str,
+        modules: Mapping[str, Any],
+        plan: Plan,
+        progress: dict[str, Any] | None = None,
     ) -> Path | None:
-        """Copy what is left, write the configuration, and check what was written."""
+        """Copy what is left, write the configuration, and check what was written.
+
+        progress: what a later run is told if this one ends before the checkpoint is in place
+        """
         if self.writer is None:
             return None
+        if self.writer.finished:
+            return self.writer.output_dir
         shards = self.source.shards
         if shards is not None:
             for name in shards.names():
                 if name not in self.done:
-                    self._add_plain(name, shards.read(name))
+                    self._note_plain(name, len(shards.info(name).shape))
+                    if name not in self.writer:
+                        self.writer.copy(name, shards)
+            self.writer.mark(progress or {})
             self.writer.carry(shards)
             content = json.loads((shards.folder / "config.json").read_text(encoding="utf-8"))
         else:
@@ -164,23 +203,28 @@ class Output:
         )
         content["quantization_config"] = quantization_config_dict(config)
         self.writer.write_text("recipe.yaml", recipe)
-        folder = self.writer.finish(content)
         reported = {
             self.source.key(f"{name}.weight").removesuffix(".weight"): m.error
             for name, m in modules.items()
             if m.error is not None
         }
-        problems = validate_checkpoint(
-            folder,
-            source=shards,
-            reported=reported,
-            fused=_fused(self.source, plan),
-            allow_negative=_negative(config),
-        )
-        if problems:
-            listed = "\n".join(f"  - {problem}" for problem in problems)
-            raise CheckpointInvalid(f"{folder} was written but is not as it should be:\n{listed}")
-        return folder
+
+        def check(folder: Path) -> None:
+            problems = validate_checkpoint(
+                folder,
+                source=shards,
+                reported=reported,
+                fused=_fused(self.source, plan),
+                allow_negative=_negative(config),
+            )
+            if problems:
+                listed = "\n".join(f"  - {problem}" for problem in problems)
+                raise CheckpointInvalid(
+                    f"what was written to {folder} is not as it should be:\n{listed}\n"
+                    "It was not moved to its place; resume=False starts anew."
+                )
+
+        return self.writer.finish(content, check)
 
     def _ignored(self, config: QuantizationConfig) -> list[str]:
         """Name every Linear that is not quantized: a server sees classes, not what we left out.
@@ -192,7 +236,7 @@ class Output:
         found = list(config.ignore)
         for name in self.plain:
             module = modules[names[name]] if name in names else None
-            if module is not None and not isinstance(module, torch.nn.Linear):
+            if module is not None and not isinstance(module, (torch.nn.Linear, Router)):
                 continue
             known = any(match_name(name, pattern) for pattern in config.ignore)
             if not known:
@@ -258,12 +302,7 @@ def _negative(config: QuantizationConfig) -> bool:
 
 def _fused(source: Source, plan: Plan) -> list[tuple[str, ...]]:
     """Return the names, as in the source, of modules that the server fuses."""
-    quantized = {p.name for p in plan.quantized}
-    groups = []
-    for parent in dict.fromkeys(name.rpartition(".")[0] for name in quantized):
-        for names in FUSED_LAYER_NAMES:
-            paths = [f"{parent}.{n}".lstrip(".") for n in names]
-            if all(path in quantized for path in paths):
-                keys = [source.key(f"{p}.weight").removesuffix(".weight") for p in paths]
-                groups.append(tuple(keys))
-    return groups
+    return [
+        tuple(source.key(f"{name}.weight").removesuffix(".weight") for name in group)
+        for group in fused_groups(p.name for p in plan.quantized)
+    ]

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch.nn import Module, Parameter
 
-from steelyard.checkpoint.shards import Shards
+from steelyard.checkpoint import CheckpointView, Shards
 from steelyard.errors import PipelineError
+from steelyard.pipelines.files import FilesModel
 
 __all__ = ["Source", "computing_in", "fast_dtype"]
 
@@ -30,7 +31,7 @@ class Source:
     """
 
     def __init__(
-        self, model: Any, shards: Shards | None = None, keys: dict[str, str] | None = None
+        self, model: Any, shards: CheckpointView | None = None, keys: dict[str, str] | None = None
     ) -> None:
         self.model = model
         self.shards = shards
@@ -52,12 +53,10 @@ class Source:
             folder = _download(str(model), revision)
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        shards = Shards(folder)
+        shards = CheckpointView(folder, cut=False)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        if getattr(config, "quantization_config", None) is not None:
-            raise PipelineError(
-                f"{folder} is quantized already; give the checkpoint that it was made from"
-            )
+        if getattr(config, "quantization_config", None) is not None:  # which the view undoes
+            del config.quantization_config
         options: dict[str, Any] = {"attn_implementation": "sdpa"} if _has_sdpa(config) else {}
         with _parameters_on_meta():
             skeleton = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
@@ -70,6 +69,13 @@ class Source:
         if missing:
             skeleton = _load_converted(folder, skeleton, missing, trust_remote_code)
         return cls(skeleton.eval(), shards, keys)
+
+    @classmethod
+    def from_files(cls, model: str | Path, revision: str | None = None) -> Source:
+        """Open a folder, or a name on the hub, without asking for its model class."""
+        folder = Path(model)
+        view = CheckpointView(folder if folder.is_dir() else _download(str(model), revision))
+        return cls(FilesModel(view), view, {name: name for name in view.names()})
 
     @property
     def dtype(self) -> torch.dtype:

@@ -1,0 +1,166 @@
+"""The folder in which a checkpoint grows, hidden beside the output until it is complete.
+
+    .out.steelyard/lock           held while a run works here; a second run is refused
+    .out.steelyard/journal.json   what is done, replaced in one step whenever more of it is
+    .out.steelyard/checkpoint/    the output so far
+    .out.steelyard/old/           what the output held before, until the last rename
+
+A process that dies leaves the folder as it is. The same command finds it, and goes on from the
+journal's last entry. What the journal was begun with (source, recipe, versions) must be the same.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from steelyard.errors import CheckpointError
+
+__all__ = ["WorkFolder", "sync", "write_in_one_step"]
+
+_FORMAT = 1
+
+
+class WorkFolder:
+    """Locked from `open` to `close`."""
+
+    def __init__(self, output: Path) -> None:
+        self.output = output
+        self.path = output.with_name(f".{output.name}.steelyard")
+        self.checkpoint = self.path / "checkpoint"
+        self.old = self.path / "old"
+        self._lock = -1
+        self._made: list[Path] = []  # parents that did not exist, the innermost first
+
+    @property
+    def journal(self) -> Path:
+        return self.path / "journal.json"
+
+    # -- lifecycle --------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Make the folder and lock it."""
+        parents = [self.path.parent, *self.path.parent.parents]
+        self._made = [parent for parent in parents if not parent.exists()]
+        try:
+            while not self._locked():
+                pass
+        except OSError as error:
+            self._remove_parents()
+            raise CheckpointError(f"cannot write beside {self.output}: {error}") from error
+
+    def _locked(self) -> bool:
+        self.path.mkdir(parents=True, exist_ok=True)
+        place = self.path / "lock"
+        try:
+            handle = os.open(place, os.O_RDWR | os.O_CREAT, 0o666)
+        except FileNotFoundError:  # a run that ended just now took its folder away
+            return False
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(handle, 32, 0).decode(errors="replace").strip() or "unknown"
+            os.close(handle)
+            raise CheckpointError(
+                f"another run (process {holder}) is writing to {self.output}; wait for it, or "
+                "choose another output"
+            ) from None
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(handle), place.stat()):
+                os.ftruncate(handle, 0)
+                os.pwrite(handle, str(os.getpid()).encode(), 0)
+                self._lock = handle
+                return True
+        os.close(handle)
+        return False
+
+    def close(self, keep: bool) -> None:
+        """Unlock; without `keep`, remove the folder first."""
+        if self._lock < 0:
+            return
+        if not keep:
+            self.clear()
+            shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+        self._lock = -1
+        if not keep:
+            self._remove_parents()
+
+    def _remove_parents(self) -> None:
+        for parent in self._made:
+            with suppress(OSError):  # someone else may have put something there
+                parent.rmdir()
+
+    # -- the journal --------------------------------------------------------------------------
+
+    def read(self) -> dict[str, Any] | None:
+        """Return the journal of a run that did not end, if there is one."""
+        try:
+            content: dict[str, Any] = json.loads(self.journal.read_text("utf-8"))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{self.journal} cannot be read ({error}); start anew with resume=False"
+            ) from error
+        if content.get("format") != _FORMAT:
+            raise CheckpointError(
+                f"{self.journal} is of another version of Steelyard; start anew with resume=False"
+            )
+        return content
+
+    def record(self, content: dict[str, Any]) -> None:
+        """Replace the journal; what it speaks of must be on the disk already."""
+        sync(self.checkpoint)
+        write_in_one_step(self.journal, json.dumps({"format": _FORMAT, **content}))
+
+    def clear(self) -> None:
+        """Forget an earlier run; what the output held before comes back if nothing replaced it."""
+        if self.old.exists() and not self.output.exists():
+            self.old.rename(self.output)
+        self.journal.unlink(missing_ok=True)
+        for path in self.path.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name != "lock":
+                path.unlink()
+
+    # -- the end ------------------------------------------------------------------------------
+
+    def move_into_place(self) -> None:
+        """Rename; whenever this stops, either the old or the new output is complete."""
+        if self.output.exists():
+            shutil.rmtree(self.old, ignore_errors=True)
+            self.output.rename(self.old)
+        try:
+            self.checkpoint.rename(self.output)
+        except BaseException:
+            if self.old.exists():
+                self.old.rename(self.output)
+            raise
+        sync(self.output.parent)
+
+
+def write_in_one_step(path: Path, text: str) -> None:
+    """Write a file that is on the disk as a whole, or as it was before."""
+    partial = path.with_name(f"{path.name}.partial")
+    with partial.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    partial.replace(path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
