@@ -13,7 +13,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, ClassVar
 
 import compressed_tensors
 import torch
@@ -34,7 +34,6 @@ from steelyard.errors import CalibrationError, CheckpointError, SteelyardError
 __all__ = ["CheckpointWriter", "quantization_config_dict"]
 
 CONFIG = "config.json"
-MARK_SECONDS = 10.0  # between two marks; a crash costs as much at most
 
 
 class CheckpointWriter:
@@ -52,6 +51,9 @@ class CheckpointWriter:
     ...     writer.finish({"model_type": "llama"})
     PosixPath('/home/me/out')
     """
+
+    mark_seconds: ClassVar[float] = 10.0
+    """How long to wait between two marks; a crash costs as much at most."""
 
     def __init__(
         self,
@@ -184,9 +186,10 @@ class CheckpointWriter:
 
     # -- how far it came ----------------------------------------------------------------------
 
-    def due(self, seconds: float = MARK_SECONDS) -> bool:
-        """Whether it is time for a mark: it costs a wait for the disk."""
-        return self.identity is not None and time.monotonic() - self._marked >= seconds
+    def due(self, seconds: float = 0.0) -> bool:
+        """Whether it is time for a mark, which waits for the disk: after `seconds` or longer."""
+        passed = time.monotonic() - self._marked
+        return self.identity is not None and passed >= max(self.mark_seconds, seconds)
 
     def mark(self, progress: dict[str, Any]) -> None:
         """Record that all that was added so far is done, and what else the run must remember."""

@@ -16,7 +16,7 @@ from torch.nn import Embedding, Linear, Module, Parameter
 
 from steelyard.checkpoint.view import CheckpointView
 
-__all__ = ["FilesModel", "Router"]
+__all__ = ["FilesModel"]
 
 _EMBEDDING = re.compile(r"embed|^wte$|^wpe$|relative_attention_bias")
 _ROUTER = re.compile(r"^(gate|router|wg|shared_expert_gate)$")

@@ -20,7 +20,6 @@ from torch.nn import Module
 from steelyard.calibration import Calibration
 from steelyard.calibration.lifecycle import observed_tokens
 from steelyard.checkpoint.work import sync
-from steelyard.checkpoint.writer import MARK_SECONDS
 from steelyard.errors import CalibrationError, PipelineError
 from steelyard.modifiers import IMatrixGatherer
 from steelyard.observers.importance import ImportanceObserver
@@ -188,7 +187,7 @@ class Run:
         """Record, when it is time, that a layer is done, and what flows into the next."""
         self.done = index + 1
         writer = self.output.writer
-        if writer is None or not writer.due(max(MARK_SECONDS, self._patience)):
+        if writer is None or not writer.due(self._patience):
             return
         started = time.monotonic()
         path = writer.work.path / f"hidden-{self.done}.safetensors"

@@ -29,7 +29,6 @@ from steelyard.errors import CheckpointInvalid
 from steelyard.kernels.pack import squared_error
 from steelyard.kernels.squares import sum_of_squares
 from steelyard.observers.fusion import fused_groups
-from steelyard.pipelines.files import Router
 from steelyard.pipelines.plan import Plan
 from steelyard.pipelines.source import Source
 
@@ -227,16 +226,16 @@ class Output:
         return self.writer.finish(content, check)
 
     def _ignored(self, config: QuantizationConfig) -> list[str]:
-        """Name every Linear that is not quantized: a server sees classes, not what we left out.
+        """Name every matrix that is not quantized: a server sees classes, not what we left out.
 
-        Experts that the model class joined are Linear layers to a server that does not.
+        Its classes need not be ours: experts that transformers joins are Linear layers there.
         """
         modules = dict(self.source.model.named_modules())
         names = {self.source.key(f"{n}.weight").removesuffix(".weight"): n for n in modules}
         found = list(config.ignore)
         for name in self.plain:
             module = modules[names[name]] if name in names else None
-            if module is not None and not isinstance(module, (torch.nn.Linear, Router)):
+            if isinstance(module, torch.nn.Embedding):
                 continue
             known = any(match_name(name, pattern) for pattern in config.ignore)
             if not known:
