@@ -54,6 +54,7 @@ class Calibration:
         }
         self._handles: list[RemovableHandle] = []
         self._before: dict[str, tuple[Any, Any]] = {}
+        self._synced = False
         self._finished = False
 
     def __enter__(self) -> Calibration:
@@ -96,13 +97,20 @@ class Calibration:
             )
         )
 
-    def finish(self) -> None:
-        """Compute every parameter; activations that were not seen keep none."""
+    def sync(self) -> None:
+        """Merge what the ranks of a process group have seen; once, after the last batch."""
+        if self._synced:
+            return
         works = [
             work for _, _, observer in self.observers() for work in observer.sync_activation_stats()
         ]
         for work in works:
             work.wait()
+        self._synced = True
+
+    def finish(self) -> None:
+        """Compute every parameter; activations that were not seen keep none."""
+        self.sync()
         for module in self.modules.values():
             observe(module, "weight")
         for module in self.modules.values():

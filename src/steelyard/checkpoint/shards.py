@@ -207,12 +207,7 @@ class Shards:
 
     def other_files(self) -> list[Path]:
         """Return all that is not weights (config, tokenizer, code), relative to the folder."""
-        found = []
-        for path in sorted(self.folder.rglob("*")):
-            relative = path.relative_to(self.folder)
-            if path.is_file() and not _is_weights(path) and not _NOT_MODEL & {*relative.parts}:
-                found.append(relative)
-        return found
+        return other_files(self.folder)
 
     def close(self) -> None:
         """Let go of the files; a later `read` opens them again."""
@@ -223,6 +218,16 @@ class Shards:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def other_files(folder: Path) -> list[Path]:
+    """Return the files of a folder that are not weights, relative to it."""
+    found = []
+    for path in sorted(folder.rglob("*")):
+        relative = path.relative_to(folder)
+        if path.is_file() and not _is_weights(path) and not _NOT_MODEL & {*relative.parts}:
+            found.append(relative)
+    return found
 
 
 def _memory(nbytes: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
 from steelyard.checkpoint.layout import (
     TensorSpec,
@@ -42,6 +42,7 @@ def validate_checkpoint(
     fused: Iterable[tuple[str, ...]] = (),
     allow_negative: bool = False,
     same_bytes: bool = True,
+    dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> list[str]:
     """Return the problems of a checkpoint, one line each; an empty list means that it is good.
 
@@ -52,9 +53,10 @@ def validate_checkpoint(
     fused:          modules that the server merges, which must share global and per-tensor scales
     allow_negative: symmetric integer weights may have negative scales
     same_bytes:     compare unquantized tensors byte for byte, not by type and shape alone
+    dtypes:         module -> the type that its weight had, where no source tells
     """
     try:
-        checkpoint = _Validator(Path(folder), source)
+        checkpoint = _Validator(Path(folder), source, dtypes)
     except CheckpointError as error:
         return [str(error)]
     with checkpoint.shards:
@@ -72,15 +74,17 @@ def validate_checkpoint(
 class _Validator(WrittenCheckpoint):
     """The checks, each of which yields what it finds wrong."""
 
-    def __init__(self, folder: Path, source: Shards | None) -> None:
-        super().__init__(folder, source)
+    def __init__(
+        self, folder: Path, source: Shards | None, dtypes: Mapping[str, torch.dtype] | None
+    ) -> None:
+        super().__init__(folder, source, dtypes)
         self.broken: set[str] = set()  # modules that cannot be decoded, found by `structure`
 
     # -- what there is ----------------------------------------------------------------------
 
     def structure(self) -> Iterator[str]:
         """Every tensor that a scheme needs, in its type and shape, and none besides."""
-        if not self.schemes and self.quantization.kv_cache_scheme is None:
+        if not self.schemes and self.quantization.kv_cache_scheme is None and not self.states():
             yield f"{self.shards.folder} has a quantization_config but no quantized module"
         for module, locals_ in self.tensors.items():
             found = {local for local in locals_ if PARAMETER.fullmatch(local)}
@@ -153,25 +157,38 @@ class _Validator(WrittenCheckpoint):
                 yield f"{name} has {int(bad.sum())} values outside {low:g} to {high:g}"
 
     def cache(self) -> Iterator[str]:
-        """Scales of a quantized key and value cache."""
+        """Scales of a quantized key and value cache, or of attention's states."""
         args = self.quantization.kv_cache_scheme
-        found = {
-            module: names
-            for module, locals_ in self.tensors.items()
-            if (names := {local for local in locals_ if _CACHE_PARAMETER.fullmatch(local)})
-        }
-        if args is None:
-            return
-        if not found and args.dynamic is not True:
+        found = self.states()
+        if args is not None and not found and args.dynamic is not True:
             yield "k_scale and v_scale are missing, but the config has a static kv_cache_scheme"
         text = self.config.get("text_config", self.config)
         heads = text.get("num_key_value_heads", text.get("num_attention_heads", 1))
         for module, names in found.items():
-            yield from self._compare(
-                module, expected_attention_tensors(args, self.dtype(module), heads)
-            )
+            if args is not None:
+                yield from self._compare(
+                    module, expected_attention_tensors(args, self.dtype(module), heads)
+                )
+            scheme = self._scheme(module)
+            used = args or (scheme.input_activations if scheme is not None else None)
+            if used is None:
+                used = next((g.input_activations for g in self._groups() if not g.weights), None)
             for local in sorted(names):
-                yield from self._check_values(f"{module}.{local}", args, signed=False)
+                if used is None:
+                    yield f"{module}.{local} is there, but the config quantizes no such state"
+                else:
+                    yield from self._check_values(f"{module}.{local}", used, signed=False)
+
+    def states(self) -> dict[str, set[str]]:
+        """Modules with parameters of attention's states, and their names."""
+        return {
+            module: names
+            for module, locals_ in self.tensors.items()
+            if (names := {local for local in locals_ if _CACHE_PARAMETER.fullmatch(local)})
+        }
+
+    def _groups(self) -> list[QuantizationScheme]:
+        return list(self.quantization.config_groups.values())
 
     def fusion(self, modules: tuple[str, ...]) -> Iterator[str]:
         """One scheme, and one value of each scale that the merged layer has but one of."""

@@ -27,7 +27,7 @@ from compressed_tensors.base import (
 from compressed_tensors.quantization import QuantizationConfig
 
 from steelyard.checkpoint.shard_file import ShardFile, is_whole
-from steelyard.checkpoint.shards import INDEX, SINGLE, Shards
+from steelyard.checkpoint.shards import INDEX, SINGLE, Shards, other_files
 from steelyard.checkpoint.work import WorkFolder, sync
 from steelyard.errors import CalibrationError, CheckpointError, SteelyardError
 
@@ -257,14 +257,21 @@ class CheckpointWriter:
 
     def carry(self, shards: Shards) -> list[Path]:
         """Copy what is not weights; what was written already, and config.json, stay as they are."""
+        return self._carry(shards.folder, shards.other_files())
+
+    def carry_files(self, folder: Path) -> list[Path]:
+        """Copy what is not weights from a folder that need not hold any."""
+        return self._carry(folder, other_files(folder))
+
+    def _carry(self, folder: Path, files: list[Path]) -> list[Path]:
         self._require_open()
         carried = []
-        for relative in shards.other_files():
+        for relative in files:
             target = self.partial / relative
             if str(relative) == CONFIG or target.exists():
                 continue
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(shards.folder / relative, target)
+            shutil.copyfile(folder / relative, target)
             carried.append(relative)
         return carried
 

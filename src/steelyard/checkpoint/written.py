@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,13 @@ _EMBEDDING = re.compile(r"embed|wte|wpe")
 class WrittenCheckpoint:
     """A checkpoint's tensors by module, and the scheme of each module that has one."""
 
-    def __init__(self, folder: Path, source: Shards | None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        source: Shards | None,
+        dtypes: Mapping[str, torch.dtype] | None = None,
+    ) -> None:
+        self.dtypes = dtypes or {}
         self.config, self.quantization = _read_config(folder)
         self.shards = Shards(folder)
         self.source = source
@@ -98,6 +104,8 @@ class WrittenCheckpoint:
         plain, scale = f"{module}.weight", f"{module}.weight_scale"
         if self.source is not None and plain in self.source:
             return self.source.info(plain).dtype
+        if module in self.dtypes:
+            return self.dtypes[module]
         named = self.config.get("dtype") or self.config.get("torch_dtype")
         dtype = getattr(torch, str(named).removeprefix("torch."), None)
         if isinstance(dtype, torch.dtype):

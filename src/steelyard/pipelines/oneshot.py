@@ -9,6 +9,7 @@ another; a layer is calibrated in the pass that computes the input of the next.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
 import time
@@ -28,9 +29,10 @@ from steelyard.modifiers import QuantizationModifier
 from steelyard.pipelines.data import load_samples
 from steelyard.pipelines.identity import identity_of
 from steelyard.pipelines.plan import make_plan
+from steelyard.pipelines.restoring import restored_on_error
 from steelyard.pipelines.result import Result
 from steelyard.pipelines.run import Run
-from steelyard.pipelines.saving import Output, save_as_quantized
+from steelyard.pipelines.saving import Output, note_unknown, save_as_quantized
 from steelyard.pipelines.source import Source
 from steelyard.pipelines.streaming import budget_of, jobs_of, restack
 from steelyard.recipes import Recipe, load_recipe
@@ -97,6 +99,7 @@ def oneshot(
     if streams and source.shards is not None:
         restack(source.shards, plan)
         plan.budget = budget_of(source.shards, jobs_of(source.shards, plan))
+    note_unknown(plan, source)
     text_config = source.model.config.get_text_config()
     plan.layers = getattr(text_config, "num_hidden_layers", 1)
     plan.hidden = getattr(text_config, "hidden_size", 0)
@@ -105,6 +108,7 @@ def oneshot(
     if show_progress or (show_progress is None and sys.stderr.isatty()):
         print(plan, file=sys.stderr)
     result = Result(plan, loaded, model=model if isinstance(model, Module) else None)
+    result.notes += plan.warnings
     if dry_run:
         return result
     plan.require()
@@ -143,10 +147,11 @@ def oneshot(
         options = {"pipeline": pipeline, "propagate_error": propagate_error}
         tokens = samples.batches if samples is not None else ()
         identity = identity_of(source.shards, loaded.text, options, tokens)
+    given = restored_on_error(model) if result.model is not None else contextlib.nullcontext()
     destination = Output.open(
         source, output_dir, overwrite, tokenizer or processor, identity, resume
     )
-    with destination as run.output:
+    with given, destination as run.output:
         run.take_up()
         if streams:
             run.stream()

@@ -53,7 +53,8 @@ class Run:
         self.output: Output
         self.unseen: list[str] = []
         self.weights_only_schemes: dict[str, QuantizationScheme] = {}
-        self.dtype = fast_dtype(source.dtype, _device(source.model))
+        self.device = _device(source.model)
+        self.dtype = fast_dtype(source.dtype, self.device)
         self.done = 0  # steps: jobs of a stream, or layers
         self.written = False  # all tensors are
         self._patience = 0.0  # seconds until the next mark, if they are slow
@@ -101,7 +102,7 @@ class Run:
                 self._outside(sequence),
                 computing_in(model, self.dtype),
             ):
-                batches = sequence.start(samples.batches, advance)
+                batches = sequence.start(self._batches(samples), advance)
             if self.done and not self.written:
                 self._load_hidden(batches)
                 advance(self.done * len(batches))
@@ -134,7 +135,7 @@ class Run:
         with progress("calibrating", len(samples.batches), self.show) as advance:
 
             def run() -> None:
-                for input_ids in samples.batches:
+                for input_ids in self._batches(samples):
                     self.source.model(input_ids=input_ids, use_cache=False)
                     advance()
 
@@ -150,7 +151,10 @@ class Run:
             self.output.add(self.source.model, "", layers)
 
     def _outside(self, sequence: LayerSequence) -> Any:
-        return self.source.loaded(self.source.model, "", skip=(sequence.name, "lm_head"))
+        return self.source.loaded(self.source.model, "", sequence.layers, ("lm_head",))
+
+    def _batches(self, samples: Samples) -> list[torch.Tensor]:
+        return [batch.to(self.device) for batch in samples.batches]
 
     # -- stopping and going on ----------------------------------------------------------------
 
@@ -222,18 +226,20 @@ class Run:
 
         again: a pass through the quantized module
         """
-        skip = () if without is None else (decoder_layers(self.source.model)[0],)
-        with self.source.loaded(module, name, skip):
+        with self.source.loaded(module, name, without):
             with Calibration(module, name, without) as calibration:
                 self._gather_only_where_asked(calibration)
                 with computing_in(module, self.dtype):
                     run()
+                calibration.sync()
                 self._note_unseen(calibration)
                 calibration.finish()
                 tokens = {n: observed_tokens(m) for n, m in calibration.modules.items()}
                 self._note_unweighed(calibration)
-            with computing_in(module, self.dtype):
+            with computing_in(module, self.dtype, scales=True):
                 again()
+            if self._hopeless():  # the run goes on only to name all that saw nothing
+                return
             self.output.add(module, name, without)
             for each, quantized in calibration.modules.items():
                 error = self.output.errors.get(each)
@@ -257,17 +263,25 @@ class Run:
                 observer.detach(module)
                 observer.reset()
 
+    def _hopeless(self) -> list[str]:
+        """Return the modules that saw nothing and have no weights to fall back to."""
+        if self.uncalibrated == "error" and self.source.shards is None:
+            return self.unseen
+        return [name for name in self.unseen if name not in self.weights_only_schemes]
+
     def _note_unseen(self, calibration: Calibration) -> None:
         for name in calibration.unseen():
             self.unseen.append(name)
             module: Any = calibration.modules[name]
-            scheme = module.quantization_scheme.model_copy(update={"input_activations": None})
+            scheme = module.quantization_scheme.model_copy(
+                update={"input_activations": None, "output_activations": None}
+            )
             # those of a file go on, so that a run which ends in an error can be continued
             goes_on = self.uncalibrated == "weights-only" or self.source.shards is not None
             if goes_on and scheme.weights is not None:
                 module.quantization_scheme = scheme
                 self.weights_only_schemes[name] = scheme
-                for parameter in [p for p in module._parameters if p.startswith("input_")]:
+                for parameter in [p for p in module._parameters if _of_activations(p)]:
                     del module._parameters[parameter]
 
     def _note_unweighed(self, calibration: Calibration) -> None:
@@ -286,7 +300,7 @@ class Run:
         if not left:
             return
         kept = ""
-        if self.output.writer is not None and self.source.shards is not None:
+        if self.output.writer is not None and not self._hopeless():
             self.output.writer.mark(self.state())
             kept = " What was calibrated is kept, and need not be again if you choose the second."
         shown = "\n".join(f"  - {name}" for name in left)
@@ -311,6 +325,10 @@ class Run:
                 + ", ".join(names)
             )
         return config.model_copy(update={"config_groups": {**extra, **groups}})
+
+
+def _of_activations(parameter: str) -> bool:
+    return parameter.startswith(("input_", "output_"))
 
 
 def _device(model: Module) -> torch.device:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import tempfile
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,20 +21,19 @@ from torch.nn import Module
 
 from steelyard.checkpoint import (
     CheckpointWriter,
-    Shards,
     format_of,
     quantization_config_dict,
     stored_tensors,
     validate_checkpoint,
 )
-from steelyard.errors import CheckpointInvalid
+from steelyard.errors import CheckpointInvalid, PipelineError
 from steelyard.kernels.pack import squared_error
 from steelyard.kernels.squares import sum_of_squares
 from steelyard.observers.fusion import fused_groups
-from steelyard.pipelines.plan import Plan
+from steelyard.pipelines.plan import Left, Plan
 from steelyard.pipelines.source import Source
 
-__all__ = ["Output", "relative_error", "save_as_quantized", "weight_error"]
+__all__ = ["Output", "note_unknown", "relative_error", "save_as_quantized", "weight_error"]
 
 
 def weight_error(module: Module) -> float | None:
@@ -78,7 +79,7 @@ class Output:
         if folder is None:
             yield cls(source, None, tokenizer)
             return
-        origin = None if source.shards is None else source.shards.folder
+        origin = _origin(source)
         with CheckpointWriter(
             folder, overwrite=overwrite, source=origin, identity=identity, resume=resume
         ) as writer:
@@ -101,6 +102,11 @@ class Output:
             parameters = {n: p.data for n, p in module._parameters.items() if p is not None}
             if getattr(module, "quantization_scheme", None) is not None:
                 parameters = self._add_quantized(path, module, parameters)
+            parameters.update(
+                (leaf, buffer)
+                for leaf, buffer in module._buffers.items()
+                if buffer is not None and leaf not in module._non_persistent_buffers_set
+            )
             for leaf, value in parameters.items():
                 self._add(f"{path}.{leaf}".strip("."), value)
             self._release(module)
@@ -120,8 +126,14 @@ class Output:
             return bias
         errors = torch.zeros(len(weight), dtype=torch.float64)
         stored = stored_tensors(weight, parameters, scheme, errors=errors)
-        self.errors[path] = relative_error(float(errors.sum()), weight)
-        self.done.add(self.source.key(f"{path}.weight"))
+        if scheme.weights is not None:
+            self.errors[path] = relative_error(float(errors.sum()), weight)
+        key = self.source.key(f"{path}.weight")
+        if self.source.shards is not None and key not in self.source.shards:
+            raise PipelineError(
+                f"{path}.weight has no name in {self.source.shards.folder}; add {path} to ignore"
+            )
+        self.done.add(key)
         for leaf, value in stored.items():
             self.writer.add(self.source.key(f"{path}.{leaf}"), value)
         return bias
@@ -184,10 +196,11 @@ class Output:
                         self.writer.copy(name, shards)
             self.writer.mark(progress or {})
             self.writer.carry(shards)
+            self._carry_tokenizer()
             content = json.loads((shards.folder / "config.json").read_text(encoding="utf-8"))
         else:
             self._carry_from_model()
-            content = json.loads(self.source.model.config.to_json_string(use_diff=False))
+            content = _config_of(self.source)
         groups = {
             name: scheme.model_copy(update={"format": format_of(scheme)})
             for name, scheme in config.config_groups.items()
@@ -203,9 +216,7 @@ class Output:
         content["quantization_config"] = quantization_config_dict(config)
         self.writer.write_text("recipe.yaml", recipe)
         reported = {
-            self.source.key(f"{name}.weight").removesuffix(".weight"): m.error
-            for name, m in modules.items()
-            if m.error is not None
+            self._module_key(name): m.error for name, m in modules.items() if m.error is not None
         }
 
         def check(folder: Path) -> None:
@@ -215,6 +226,7 @@ class Output:
                 reported=reported,
                 fused=_fused(self.source, plan),
                 allow_negative=_negative(config),
+                dtypes={self._module_key(p.name): p.dtype for p in plan.quantized},
             )
             if problems:
                 listed = "\n".join(f"  - {problem}" for problem in problems)
@@ -225,13 +237,16 @@ class Output:
 
         return self.writer.finish(content, check)
 
+    def _module_key(self, name: str) -> str:
+        return self.source.key(f"{name}.weight").removesuffix(".weight")
+
     def _ignored(self, config: QuantizationConfig) -> list[str]:
         """Name every matrix that is not quantized: a server sees classes, not what we left out.
 
         Its classes need not be ours: experts that transformers joins are Linear layers there.
         """
         modules = dict(self.source.model.named_modules())
-        names = {self.source.key(f"{n}.weight").removesuffix(".weight"): n for n in modules}
+        names = {self._module_key(name): name for name in modules}
         found = list(config.ignore)
         for name in self.plain:
             module = modules[names[name]] if name in names else None
@@ -243,24 +258,57 @@ class Output:
         return found
 
     def _carry_from_model(self) -> None:
+        """Write what belongs to a model beside its weights: that of its folder, else its own."""
         assert self.writer is not None
         model = self.source.model
-        origin = Path(getattr(model, "name_or_path", "") or "")
-        if str(origin) != "." and origin.is_dir():
-            with contextlib.suppress(Exception), Shards(origin) as shards:
-                self.writer.carry(shards)
-                return
-        import tempfile
+        origin = _origin(self.source)
+        if origin is not None and (origin / "config.json").is_file():
+            self.writer.carry_files(origin)
+        generation = getattr(model, "generation_config", None)
+        if generation is not None:
+            with tempfile.TemporaryDirectory() as temporary:
+                generation.save_pretrained(temporary)
+                self.writer.carry_files(Path(temporary))
+        self._carry_tokenizer()
 
+    def _carry_tokenizer(self) -> None:
+        """Write the tokenizer that was given, where the model came without."""
+        assert self.writer is not None
+        if self.tokenizer is None:
+            return
+        if isinstance(self.tokenizer, (str, Path)):
+            self.writer.carry_files(Path(self.tokenizer))
+            return
         with tempfile.TemporaryDirectory() as temporary:
-            parts: list[Any] = [self.tokenizer, getattr(model, "generation_config", None)]
-            for part in parts:
-                if hasattr(part, "save_pretrained"):
-                    part.save_pretrained(temporary)
-            for file in sorted(Path(temporary).rglob("*")):
-                if file.is_file():
-                    relative = file.relative_to(temporary).as_posix()
-                    self.writer.write_text(relative, file.read_text(encoding="utf-8"))
+            self.tokenizer.save_pretrained(temporary)
+            self.writer.carry_files(Path(temporary))
+
+
+def note_unknown(plan: Plan, source: Source) -> None:
+    """List the tensors of the files that the model class does not know: they are copied."""
+    for name in source.unknown():
+        assert source.shards is not None
+        info = source.shards.info(name)
+        plan.source_bytes += info.nbytes
+        reason = f"no part of {type(source.model).__name__}, copied"
+        plan.left.append(Left(name.removesuffix(".weight"), info.shape, info.nbytes, reason))
+
+
+def _origin(source: Source) -> Path | None:
+    """Return the folder that the model is read from, or was."""
+    if source.shards is not None:
+        return source.shards.folder
+    folder = Path(getattr(source.model, "name_or_path", "") or "")
+    return folder if str(folder) != "." and folder.is_dir() else None
+
+
+def _config_of(source: Source) -> dict[str, Any]:
+    """Return what config.json says of a loaded model, as it is now."""
+    model = source.model
+    content: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
+    content["architectures"] = content.get("architectures") or [type(model).__name__]
+    content["dtype"] = str(source.dtype).removeprefix("torch.")
+    return content
 
 
 def save_as_quantized(
@@ -280,6 +328,11 @@ def save_as_quantized(
         if not save_compressed:
             plain(source.model, save_directory, **options)
             return
+        if options:
+            warnings.warn(
+                f"{', '.join(options)} have no effect on a quantized model's save_pretrained",
+                stacklevel=2,
+            )
         with Output.open(source, save_directory, False, tokenizer) as output:
             output.add(source.model, "", None)
             output.finish(config, recipe, modules, plan)

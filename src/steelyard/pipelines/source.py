@@ -16,11 +16,14 @@ from typing import Any
 import torch
 from torch.nn import Module, Parameter
 
-from steelyard.checkpoint import CheckpointView, Shards
+from steelyard.checkpoint import CheckpointView
 from steelyard.errors import PipelineError
 from steelyard.pipelines.files import FilesModel
+from steelyard.pipelines.skeleton import build_skeleton, parts_of
 
 __all__ = ["Source", "computing_in", "fast_dtype"]
+
+_OTHER_KINDS = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "original/*"]
 
 
 class Source:
@@ -28,14 +31,21 @@ class Source:
 
     model:  the skeleton, or the module that was given
     shards: the files behind the skeleton; None for a module that was given
+    keys:   tensor of the model -> its name in the files
+    joined: tensor of the model -> the names of what the class joins in it, such as experts
     """
 
     def __init__(
-        self, model: Any, shards: CheckpointView | None = None, keys: dict[str, str] | None = None
+        self,
+        model: Any,
+        shards: CheckpointView | None = None,
+        keys: dict[str, str] | None = None,
+        joined: dict[str, list[str]] | None = None,
     ) -> None:
         self.model = model
         self.shards = shards
         self.keys = keys or {}
+        self.joined = joined or {}
 
     @property
     def in_memory(self) -> bool:
@@ -47,40 +57,32 @@ class Source:
     ) -> Source:
         """Open a folder, a name on the hub, or a loaded module."""
         if isinstance(model, Module):
+            _check_module(model)
             return cls(model.eval())
-        folder = Path(model)
-        if not folder.is_dir():
-            folder = _download(str(model), revision)
-        from transformers import AutoConfig, AutoModelForCausalLM
-
+        folder = _folder(model, revision)
         shards = CheckpointView(folder, cut=False)
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        if getattr(config, "quantization_config", None) is not None:  # which the view undoes
-            del config.quantization_config
-        options: dict[str, Any] = {"attn_implementation": "sdpa"} if _has_sdpa(config) else {}
-        with _parameters_on_meta():
-            skeleton = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                config,
-                dtype=_stored_dtype(config, shards),
-                trust_remote_code=trust_remote_code,
-                **options,
-            )
-        keys, missing = _keys(skeleton, shards)
-        if missing:
-            skeleton = _load_converted(folder, skeleton, missing, trust_remote_code)
-        return cls(skeleton.eval(), shards, keys)
+        skeleton, keys, joined = build_skeleton(folder, shards, trust_remote_code)
+        return cls(skeleton, shards, keys, joined)
 
     @classmethod
     def from_files(cls, model: str | Path, revision: str | None = None) -> Source:
         """Open a folder, or a name on the hub, without asking for its model class."""
-        folder = Path(model)
-        view = CheckpointView(folder if folder.is_dir() else _download(str(model), revision))
+        view = CheckpointView(_folder(model, revision))
         return cls(FilesModel(view), view, {name: name for name in view.names()})
 
     @property
     def dtype(self) -> torch.dtype:
-        types: Iterator[torch.dtype] = (p.dtype for p in self.model.parameters())
-        return next(dtype for dtype in types if dtype.is_floating_point)
+        """The type that most of the model has."""
+        sizes: dict[torch.dtype, int] = {}
+        for parameter in self.model.parameters():
+            if parameter.is_floating_point():
+                sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
+        return max(sizes, key=lambda dtype: sizes[dtype])
+
+    def unknown(self) -> list[str]:
+        """Return the tensors of the files that the model class does not know."""
+        known = {*self.keys.values(), *(name for names in self.joined.values() for name in names)}
+        return [] if self.shards is None else [n for n in self.shards.names() if n not in known]
 
     def key(self, name: str) -> str:
         """Return the name that the source has for a tensor of the model."""
@@ -96,25 +98,33 @@ class Source:
         return f"{weight.removesuffix('weight')}{leaf}"
 
     @contextlib.contextmanager
-    def loaded(self, module: Module, prefix: str, skip: tuple[str, ...] = ()) -> Iterator[None]:
+    def loaded(
+        self,
+        module: Module,
+        prefix: str,
+        without: Module | None = None,
+        skip: tuple[str, ...] = (),
+    ) -> Iterator[None]:
         """Hold the weights of `module` in memory.
 
-        skip: names of modules within the model that stay without
+        without: a module within it whose own modules stay without weights
+        skip:    names of modules that do, too
         """
+        left_out = set() if without is None else set(without.modules())
         filled: list[tuple[Module, str]] = []
         try:
             if self.shards is not None:
                 for name, parent in module.named_modules():
                     path = f"{prefix}.{name}".strip(".")
-                    if any(path == s or path.startswith(f"{s}.") for s in skip):
+                    if parent in left_out or path in skip:
                         continue
                     for leaf, parameter in list(parent._parameters.items()):
-                        key = self.keys.get(f"{path}.{leaf}".strip("."))
-                        if parameter is None or parameter.device.type != "meta" or key is None:
+                        if parameter is None or parameter.device.type != "meta":
                             continue
-                        value = self.shards.read(key).to(parameter.dtype)
-                        parent._parameters[leaf] = Parameter(value, requires_grad=False)
-                        filled.append((parent, leaf))
+                        value = self._read(f"{path}.{leaf}".strip("."), parameter)
+                        if value is not None:
+                            parent._parameters[leaf] = Parameter(value, requires_grad=False)
+                            filled.append((parent, leaf))
             yield
         finally:
             for parent, leaf in filled:
@@ -124,18 +134,33 @@ class Source:
             if filled:
                 _return_memory()
 
+    def _read(self, name: str, parameter: Parameter) -> torch.Tensor | None:
+        """Return a tensor of the model from the files; None where they do not hold it."""
+        assert self.shards is not None
+        if name in self.keys:
+            return self.shards.read(self.keys[name])
+        if name not in self.joined:
+            return None
+        whole = torch.empty(parameter.shape, dtype=parameter.dtype)
+        for original, part in parts_of(self.model, name, whole).items():
+            part.copy_(self.shards.read(original))  # a view of the whole
+        return whole
+
 
 @contextlib.contextmanager
-def computing_in(module: Module, dtype: torch.dtype) -> Iterator[None]:
-    """Give `module` weights of another type for a while; what it had comes back unchanged.
+def computing_in(module: Module, dtype: torch.dtype | None, scales: bool = False) -> Iterator[None]:
+    """Give `module` parameters of a wider type for a while; what it had comes back unchanged.
 
-    Quantization parameters keep theirs, which is the type that they are stored in.
+    dtype:  None leaves everything as it is
+    scales: quantization parameters too, which else keep the type that they are stored in
     """
     kept: list[tuple[Parameter, torch.Tensor]] = []
     try:
-        for name, parameter in module.named_parameters():
+        for name, parameter in module.named_parameters() if dtype is not None else ():
+            assert dtype is not None
             real = parameter.device.type != "meta" and parameter.is_floating_point()
-            if real and parameter.dtype != dtype and not name.endswith(("_scale", "_zero_point")):
+            fixed = name.endswith(("_scale", "_zero_point")) and not scales
+            if real and parameter.dtype.itemsize < dtype.itemsize and not fixed:
                 kept.append((parameter, parameter.data))
                 parameter.data = parameter.data.to(dtype)
         yield
@@ -144,12 +169,15 @@ def computing_in(module: Module, dtype: torch.dtype) -> Iterator[None]:
             parameter.data = data
 
 
-def fast_dtype(stored: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the type in which a forward pass is fastest: fp32 on a CPU without matrix units."""
-    if device.type != "cpu" or stored == torch.float64:
-        return stored
+def fast_dtype(stored: torch.dtype, device: torch.device) -> torch.dtype | None:
+    """Return a wider type in which a forward pass is faster: fp32 on a CPU without matrix units.
+
+    None: as it is stored.
+    """
+    if device.type != "cpu" or stored.itemsize >= torch.float32.itemsize:
+        return None
     has_tiles = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    return stored if stored == torch.bfloat16 and has_tiles() else torch.float32
+    return None if stored == torch.bfloat16 and has_tiles() else torch.float32
 
 
 def _return_memory() -> None:
@@ -158,88 +186,33 @@ def _return_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-@contextlib.contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    register = Module.register_parameter
-
-    def on_meta(self: Module, name: str, parameter: Parameter | None) -> None:
-        if parameter is not None and parameter.device.type != "meta":
-            parameter = Parameter(parameter.detach().to("meta"), requires_grad=False)
-        register(self, name, parameter)
-
-    Module.register_parameter = on_meta  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        Module.register_parameter = register  # type: ignore[method-assign]
-
-
-def _keys(model: Any, shards: Shards) -> tuple[dict[str, str], list[str]]:
-    """Map the parameters of the model to their names in the files; return those without, too."""
-    prefix = f"{model.base_model_prefix}."
-    tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
-    keys, missing = {}, []
-    for name, _ in model.named_parameters(remove_duplicate=False):
-        names = [name, name.removeprefix(prefix), f"{prefix}{name}"]
-        if name in tied:
-            names += [tied[name], tied[name].removeprefix(prefix)]
-        found = next((n for n in names if n in shards), None)
-        if found is None:
-            missing.append(name)
-        else:
-            keys[name] = found
-    return keys, missing
-
-
-def _load_converted(folder: Path, skeleton: Any, missing: list[str], trust: bool) -> Any:
-    """Load a model whose class joins or renames what the files hold, such as stacked experts."""
-    from transformers import AutoModelForCausalLM
-
-    answer: Any = AutoModelForCausalLM.from_pretrained(
-        folder,
-        dtype=next(skeleton.parameters()).dtype,
-        trust_remote_code=trust,
-        output_loading_info=True,
-    )
-    loaded, report = answer
-    absent = sorted(report["missing_keys"])
-    if absent:
-        more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
+def _check_module(model: Any) -> None:
+    if getattr(model, "config", None) is None:
         raise PipelineError(
-            f"{folder} has no tensor for {absent[0]}{more}, which {type(skeleton).__name__} needs"
+            f"a {type(model).__name__} has no config, so it is no model of transformers; give one "
+            "that was loaded with AutoModelForCausalLM, or its folder"
         )
-    return loaded
+    for name, module in model.named_modules():
+        if getattr(module, "quantization_scheme", None) is not None:
+            raise PipelineError(
+                f"{name} is quantized already; load the model that it was made from once more"
+            )
 
 
-def _stored_dtype(config: Any, shards: Shards) -> torch.dtype:
-    stated = getattr(config, "dtype", None)
-    if isinstance(stated, torch.dtype):
-        return stated
-    sizes: dict[torch.dtype, int] = {}
-    for name in shards.names():
-        info = shards.info(name)
-        if info.dtype.is_floating_point:
-            sizes[info.dtype] = sizes.get(info.dtype, 0) + info.nbytes
-    return max(sizes, key=lambda d: sizes[d])
-
-
-def _has_sdpa(config: Any) -> bool:
-    from transformers import AutoModelForCausalLM
-
-    try:
-        classes = AutoModelForCausalLM._model_mapping[type(config)]
-    except KeyError:
-        return False
-    one = classes[0] if isinstance(classes, tuple) else classes
-    return bool(getattr(one, "_supports_sdpa", False))
-
-
-def _download(name: str, revision: str | None) -> Path:
+def _folder(model: Any, revision: str | None) -> Path:
+    """Return the folder of a model; one on the hub is fetched, without weights of other kinds."""
+    if not isinstance(model, (str, Path)):
+        raise PipelineError(
+            f"model is a {type(model).__name__}; give a folder, a name on the hub, or a model"
+        )
+    folder = Path(model)
+    if folder.is_dir():
+        return folder
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, revision=revision))
+        return Path(snapshot_download(str(model), revision=revision, ignore_patterns=_OTHER_KINDS))
     except Exception as error:
         raise PipelineError(
-            f"{name!r} is neither a folder here nor a model that could be fetched: {error}"
+            f"{str(model)!r} is neither a folder here nor a model that could be fetched: {error}"
         ) from None

@@ -1,0 +1,43 @@
+"""A model that was given comes back as it was, if something goes wrong."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch.nn import Module
+
+__all__ = ["restored_on_error"]
+
+
+@contextlib.contextmanager
+def restored_on_error(model: Any) -> Iterator[None]:
+    """Undo whatever was put on the modules of `model` (schemes, parameters, hooks, forwards)."""
+    before = [(module, _shallow(module)) for module in model.modules()]
+    attention = getattr(model.config, "_attn_implementation", None)
+    try:
+        yield
+    except BaseException:
+        for module, state in before:
+            _restore(module, state)
+        if attention is not None:
+            model.config._attn_implementation = attention
+        raise
+
+
+def _shallow(module: Module) -> dict[str, Any]:
+    return {k: v.copy() if isinstance(v, (dict, set)) else v for k, v in module.__dict__.items()}
+
+
+def _restore(module: Module, state: dict[str, Any]) -> None:
+    for key in list(module.__dict__):
+        if key not in state:
+            del module.__dict__[key]
+    for key, value in state.items():
+        present = module.__dict__.get(key)
+        if isinstance(value, (dict, set)) and isinstance(present, (dict, set)):
+            present.clear()  # others may hold it
+            present.update(value)
+        else:
+            module.__dict__[key] = value

@@ -1,0 +1,200 @@
+"""A model class without weights, and which tensors of the files would fill it.
+
+The class may name tensors otherwise than the files do, and may join several in one: transformers
+is asked what it would save each as.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import Module, Parameter
+
+from steelyard.checkpoint import CheckpointView, Shards
+from steelyard.errors import PipelineError
+
+__all__ = ["build_skeleton", "parts_of", "persistent_buffers"]
+
+
+def build_skeleton(
+    folder: Path, shards: CheckpointView, trust_remote_code: bool
+) -> tuple[Any, dict[str, str], dict[str, list[str]]]:
+    """Return the model, and the names in the files of what fills it: one each, or several.
+
+    A model that cannot be filled tensor by tensor is loaded as a whole.
+    """
+    skeleton = _skeleton(folder, shards, trust_remote_code)
+    keys, joined, missing = _keys(skeleton, shards)
+    if missing:
+        skeleton = _load_converted(folder, skeleton, trust_remote_code)
+    _take_types(skeleton, keys, shards)
+    _fill_buffers(skeleton, keys, shards)
+    return skeleton.eval(), keys, joined
+
+
+def _skeleton(folder: Path, shards: CheckpointView, trust_remote_code: bool) -> Any:
+    """Build the model class with parameters that hold nothing."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        if getattr(config, "quantization_config", None) is not None:  # which the view undoes
+            del config.quantization_config
+        options: dict[str, Any] = {"attn_implementation": "sdpa"} if _has_sdpa(config) else {}
+        with _parameters_on_meta():
+            return AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                config,
+                dtype=_stored_dtype(config, shards),
+                trust_remote_code=trust_remote_code,
+                **options,
+            )
+    except (ValueError, OSError, KeyError, ImportError) as error:
+        kind = shards.config.get("model_type")
+        raise PipelineError(
+            f"{folder} is a {kind!r}, for which transformers builds no causal language model "
+            f"({str(error).splitlines()[0][:120]}). Load the model with its own class and give "
+            "that; a recipe that needs no calibration data works from the files alone"
+        ) from error
+
+
+def _keys(model: Any, shards: Shards) -> tuple[dict[str, str], dict[str, list[str]], list[str]]:
+    """Map the tensors of the model to their names in the files.
+
+    Return those that have one name, those that are joined from several, and those without.
+    """
+    prefix = f"{model.base_model_prefix}."
+    tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    keys: dict[str, str] = {}
+    joined: dict[str, list[str]] = {}
+    missing = []
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, tensor in {**parameters, **dict(persistent_buffers(model))}.items():
+        names = [name, name.removeprefix(prefix), f"{prefix}{name}"]
+        if name in tied:
+            names += [tied[name], tied[name].removeprefix(prefix)]
+        found = next((n for n in names if n in shards), None)
+        if found is not None:
+            keys[name] = found
+            if shards.info(found).shape != tuple(tensor.shape):
+                raise PipelineError(
+                    f"{found} is {shards.info(found).shape} in {shards.info(found).file}, but "
+                    f"config.json makes it {tuple(tensor.shape)}; they are not of one model"
+                )
+            continue
+        parts = parts_of(model, name, tensor.to("meta"))
+        if any(part not in shards for part in parts):
+            missing += [name] if name in parameters else []
+        elif len(parts) == 1:
+            keys[name] = next(iter(parts))
+        elif _are_views(model, name, tensor):
+            joined[name] = list(parts)
+        else:
+            missing.append(name)
+    return keys, joined, missing
+
+
+def parts_of(model: Any, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return what transformers would save a tensor of the model as."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    parts: dict[str, torch.Tensor] = revert_weight_conversion(model, {name: tensor})
+    return parts
+
+
+def _are_views(model: Any, name: str, like: torch.Tensor) -> bool:
+    """Whether the parts of a tensor lie in its own memory, so that they can be filled there."""
+    whole = torch.empty(like.shape, dtype=like.dtype)  # not touched, so it takes no memory
+    start, end = whole.data_ptr(), whole.data_ptr() + whole.nbytes
+    parts = parts_of(model, name, whole).values()
+    inside = all(start <= part.data_ptr() < end for part in parts)
+    return inside and sum(part.numel() for part in parts) == whole.numel()
+
+
+def persistent_buffers(model: Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the buffers that are saved with the model."""
+    for prefix, module in model.named_modules():
+        for leaf, buffer in module._buffers.items():
+            if buffer is not None and leaf not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{leaf}".strip("."), buffer
+
+
+def _take_types(model: Module, keys: dict[str, str], shards: Shards) -> None:
+    """Give parameters the types that they have in the files, whatever the config says."""
+    for prefix, module in model.named_modules():
+        for leaf, parameter in list(module._parameters.items()):
+            key = keys.get(f"{prefix}.{leaf}".strip("."))
+            if parameter is None or key is None or parameter.device.type != "meta":
+                continue
+            dtype = shards.info(key).dtype
+            if dtype != parameter.dtype:
+                meta = torch.empty(parameter.shape, dtype=dtype, device="meta")
+                module._parameters[leaf] = Parameter(meta, requires_grad=False)
+
+
+def _fill_buffers(model: Module, keys: dict[str, str], shards: Shards) -> None:
+    for name, buffer in persistent_buffers(model):
+        if name in keys:
+            buffer.copy_(shards.read(keys[name]))
+
+
+def _load_converted(folder: Path, skeleton: Any, trust: bool) -> Any:
+    """Load a model whose class joins or renames what the files hold, such as stacked experts."""
+    from transformers import AutoModelForCausalLM
+
+    answer: Any = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=next(skeleton.parameters()).dtype,
+        trust_remote_code=trust,
+        output_loading_info=True,
+    )
+    loaded, report = answer
+    absent = sorted(report["missing_keys"])
+    if absent:
+        more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
+        raise PipelineError(
+            f"{folder} has no tensor for {absent[0]}{more}, which {type(skeleton).__name__} needs"
+        )
+    return loaded
+
+
+def _stored_dtype(config: Any, shards: Shards) -> torch.dtype:
+    stated = getattr(config, "dtype", None)
+    if isinstance(stated, torch.dtype):
+        return stated
+    sizes: dict[torch.dtype, int] = {}
+    for name in shards.names():
+        info = shards.info(name)
+        if info.dtype.is_floating_point:
+            sizes[info.dtype] = sizes.get(info.dtype, 0) + info.nbytes
+    return max(sizes, key=lambda d: sizes[d])
+
+
+def _has_sdpa(config: Any) -> bool:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        classes = AutoModelForCausalLM._model_mapping[type(config)]
+    except KeyError:
+        return False
+    one = classes[0] if isinstance(classes, tuple) else classes
+    return bool(getattr(one, "_supports_sdpa", False))
+
+
+@contextlib.contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    register = Module.register_parameter
+
+    def on_meta(self: Module, name: str, parameter: Parameter | None) -> None:
+        if parameter is not None and parameter.device.type != "meta":
+            parameter = Parameter(parameter.detach().to("meta"), requires_grad=False)
+        register(self, name, parameter)
+
+    Module.register_parameter = on_meta  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        Module.register_parameter = register  # type: ignore[method-assign]
