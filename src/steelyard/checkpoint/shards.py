@@ -6,66 +6,46 @@ incomplete or contradicts itself is refused before any work is done with it.
 
 from __future__ import annotations
 
-import json
-import math
 import mmap
 import os
+import re
+import stat
 import weakref
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
 
 import torch
 
+from steelyard.checkpoint.header import (
+    DTYPE_NAMES,
+    TensorInfo,
+    check_name,
+    mode_of,
+    open_file,
+    read_header,
+    read_json,
+    show,
+    unreadable,
+)
 from steelyard.errors import CheckpointError
 
-__all__ = ["Shards", "TensorInfo"]
+__all__ = ["DTYPE_NAMES", "INDEX", "SINGLE", "Shards", "TensorInfo"]
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 _NOT_MODEL = {".git", ".cache"}  # what git and the hub's downloader leave beside a model
-
-_DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "U16": torch.uint16,
-    "U32": torch.uint32,
-    "U64": torch.uint64,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-}
+_SHARED_BLOB = re.compile(r"[0-9a-f]{2}/[0-9a-f]{64}")  # in the store that cached models share
 PIECE = 1 << 22
-DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """What a header says of one tensor."""
-
-    name: str
-    file: Path
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    nbytes: int
-    offset: int  # of the first byte within the file
 
 
 class Shards:
     """Read-only view of a checkpoint; tensors are read when asked for.
 
     Files are those that the index names; without one, `model.safetensors`, else all that there
-    are. `unread` lists the safetensors beside them.
+    are. `unread` lists the safetensors beside them. A shard may be a link to any file: that lets
+    many folders share one copy, and nothing but tensors is taken from it.
 
     >>> with Shards("SmolLM2-135M") as shards:
     ...     shards.read("model.norm.weight").shape
@@ -74,15 +54,19 @@ class Shards:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        if not self.folder.is_dir():
+        try:
+            is_folder = self.folder.is_dir()
+        except OSError as error:
+            raise unreadable(self.folder, error) from error
+        if not is_folder:
             raise CheckpointError(
                 f"{self.folder} is not a folder; give the path of a downloaded checkpoint, "
                 "for instance what `hf download` prints"
             )
-        present = sorted(self.folder.glob("*.safetensors"))
+        present = [path for path in _entries(self.folder) if path.name.endswith(".safetensors")]
         index = _read_index(self.folder)
         if index is not None:
-            self.files = [self.folder / file for file in sorted(set(index.values()))]
+            self.files = sorted({self.folder / file for file in index.values()})
             self._check_files(present)
         elif self.folder / SINGLE in present:
             self.files = [self.folder / SINGLE]
@@ -92,8 +76,10 @@ class Shards:
             raise CheckpointError(_no_weights(self.folder))
         self.unread = [file for file in present if file not in self.files]
         self._infos: dict[str, TensorInfo] = {}
+        self._states: dict[Path, os.stat_result] = {}
         for file in self.files:
-            for info in _read_header(file):
+            infos, self._states[file] = read_header(file)
+            for info in infos:
                 if info.name in self._infos:
                     other = self._infos[info.name].file
                     raise CheckpointError(
@@ -103,12 +89,13 @@ class Shards:
                 self._infos[info.name] = info
         if index is not None:
             self._check_index(index)
+        self.other_files()  # raises now, not when a long run ends and they are copied
         self._open: dict[Path, int] = {}
         weakref.finalize(self, _close_all, self._open)
 
     def _check_files(self, present: list[Path]) -> None:
         for file in self.files:
-            if not file.is_file():
+            if not mode_of(file):
                 raise CheckpointError(
                     f"{self.folder / INDEX} names {file.name}, which is not there; the download "
                     "is incomplete, run it again"
@@ -167,21 +154,36 @@ class Shards:
 
     def read_stored(self, info: TensorInfo) -> torch.Tensor:
         """Return what lies where `info` says."""
-        raw = _memory(info.nbytes)
-        self._fill(memoryview(raw.numpy()), info)  # type: ignore[arg-type]
+        try:
+            raw = _memory(info.nbytes)
+        except (RuntimeError, OSError) as error:
+            raise CheckpointError(
+                f"{info.name} in {info.file} has {info.nbytes:,} bytes, more than there is memory; "
+                "use a machine that has it"
+            ) from error
+        self._fill(memoryview(raw.numpy()), info, 0)  # type: ignore[arg-type]
         return raw.view(info.dtype).reshape(info.shape)
 
-    def _fill(self, view: memoryview, info: TensorInfo, start: int = 0) -> None:
-        """Read the bytes of a tensor from `start` on into `view`."""
-        if info.file not in self._open:
-            self._open[info.file] = os.open(info.file, os.O_RDONLY)
-        done = 0
+    def _fill(self, view: memoryview, info: TensorInfo, start: int) -> None:
+        """Read bytes of a tensor from `start` on until the view is full."""
+        file, done = info.file, 0
+        if file not in self._open:
+            self._open[file] = open_file(file)
+        now, before = os.fstat(self._open[file]), self._states[file]
+        if (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+            raise CheckpointError(
+                f"{file} was changed while it was in use: it has {now.st_size:,} bytes, it had "
+                f"{before.st_size:,}; start again when nothing writes to it any more"
+            )
         while done < len(view):
-            place = info.offset + start + done
-            got = os.preadv(self._open[info.file], [view[done:]], place)
+            try:
+                got = os.preadv(self._open[file], [view[done:]], info.offset + start + done)
+            except OSError as error:
+                raise unreadable(file, error) from error
             if got == 0:
                 raise CheckpointError(
-                    f"{info.file} ends before {info.name}; it was cut short while it was read"
+                    f"{file} ends before {info.name}; it was cut short while it was read, "
+                    "download it again"
                 )
             done += got
 
@@ -221,13 +223,22 @@ class Shards:
 
 
 def other_files(folder: Path) -> list[Path]:
-    """Return the files of a folder that are not weights, relative to it."""
-    found = []
-    for path in sorted(folder.rglob("*")):
-        relative = path.relative_to(folder)
-        if path.is_file() and not _is_weights(path) and not _NOT_MODEL & {*relative.parts}:
-            found.append(relative)
-    return found
+    """Return the files of a folder that are not weights, relative to it.
+
+    These are copied, so a link must stay in the folder or in the hub's cache. One that leads to
+    a folder is not followed: inside, its files are listed where they are.
+    """
+    root = folder.resolve()
+    found, pending = [], [folder]
+    while pending:
+        for path in _entries(pending.pop()):
+            if path.name in _NOT_MODEL:
+                continue
+            if stat.S_ISDIR(mode_of(path)):
+                pending.append(path)
+            elif not _is_weights(path) and _can_be_copied(path, root):
+                found.append(path.relative_to(folder))
+    return sorted(found)
 
 
 def _memory(nbytes: int) -> torch.Tensor:
@@ -250,68 +261,98 @@ def _is_weights(path: Path) -> bool:
     return name.endswith(_WEIGHTS)
 
 
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError as error:
+        raise unreadable(folder, error) from error
+
+
+def _can_be_copied(path: Path, root: Path) -> bool:
+    """Whether it is a file; what must not be copied, or cannot, is an error.
+
+    root: the folder of the checkpoint, resolved
+    """
+    try:
+        target = path.resolve(strict=True)
+        mode = target.stat().st_mode
+    except (OSError, RuntimeError) as error:
+        raise unreadable(path, error) from error
+    if path.is_symlink() and not (target.is_relative_to(root) or _is_cached(target, root)):
+        raise CheckpointError(
+            f"{path} is a link to {target}, outside the checkpoint, and would be copied; put the "
+            "file in the link's place if it belongs to the model, else remove the link"
+        )
+    if stat.S_ISDIR(mode):
+        return False
+    if not stat.S_ISREG(mode):  # to leave it out silently would hide that something is amiss
+        raise CheckpointError(
+            f"{path} is a pipe, a socket or a device, which no model needs; remove it"
+        )
+    if not os.access(path, os.R_OK):
+        raise CheckpointError(f"{path} cannot be read; change its permissions, or remove it")
+    return True
+
+
+def _is_cached(target: Path, root: Path) -> bool:
+    """Whether it is a blob of the cached model that `root` is a snapshot of.
+
+    The hub's cache has models--x--y/snapshots/<revision>/<file>, a link into models--x--y/blobs,
+    where newer versions keep a link to blobs/<2 digits>/<hash> beside models--x--y. If `blobs` is
+    itself a link, it may have come with the checkpoint and lead anywhere: that does not count.
+    """
+    for snapshots in (folder for folder in root.parents if folder.name == "snapshots"):
+        own, shared = snapshots.parent / "blobs", snapshots.parent.parent / "blobs"
+        if target.parent == own:
+            return True
+        if shared in target.parents and _SHARED_BLOB.fullmatch(str(target.relative_to(shared))):
+            return True
+    return False
+
+
 def _read_index(folder: Path) -> dict[str, str] | None:
     path = folder / INDEX
-    if not path.is_file():
+    if not mode_of(path):
         return None
     try:
-        index = json.loads(path.read_text("utf-8"))["weight_map"]
-        entries = {str(name): str(file) for name, file in index.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        index = read_json(path)
+        entries = index.get("weight_map") if isinstance(index, dict) else index
+        if not isinstance(entries, dict) or not entries:
+            raise ValueError(f"its weight_map is {show(entries)}")
+    except CheckpointError:
+        raise
+    except ValueError as error:
         raise CheckpointError(
             f"{path} is not an index of tensors to files ({error}); download it again"
         ) from error
     for name, file in entries.items():
-        posix, windows = PurePosixPath(file), PureWindowsPath(file)
-        leaves = ".." in (*posix.parts, *windows.parts)
-        if leaves or posix.is_absolute() or windows.is_absolute() or windows.drive:
-            raise CheckpointError(
-                f"{path} places {name} in {file}, outside the folder; do not use this checkpoint "
-                "unless you know who made it"
-            )
+        check_name(path, name)
+        _check_place(path, name, file)
     return entries
 
 
-def _read_header(file: Path) -> list[TensorInfo]:
-    """Return the tensors of a file in the order of their bytes."""
-    size = file.stat().st_size
-    try:
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            header = json.loads(stream.read(min(length, size)))
-        header.pop("__metadata__", None)
-        entries = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
-        end = max((entry["data_offsets"][1] for _, entry in entries), default=0)
-        infos = [_tensor_info(file, name, entry, 8 + length) for name, entry in entries]
-    except CheckpointError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+def _check_place(index: Path, name: str, file: object) -> None:
+    if not isinstance(file, str) or not file.isprintable() or len(file.encode()) > 255:
         raise CheckpointError(
-            f"{file} is not a safetensors file ({error}); if it is a few lines of text, it is a "
-            "git-lfs pointer: run `git lfs pull`"
-        ) from error
-    if size != 8 + length + end:
-        raise CheckpointError(
-            f"{file} has {size:,} bytes, its header promises {8 + length + end:,}; the download is "
-            "incomplete, run it again"
+            f"{index} places {name} in {show(file)}, which is not the name of a file; download it "
+            "again"
         )
-    return infos
-
-
-def _tensor_info(file: Path, name: str, entry: dict[str, Any], base: int) -> TensorInfo:
-    if entry["dtype"] not in _DTYPES:
+    posix, windows = PurePosixPath(file), PureWindowsPath(file)
+    leaves = ".." in (*posix.parts, *windows.parts)
+    if leaves or posix.is_absolute() or windows.is_absolute() or windows.drive:
         raise CheckpointError(
-            f"{name} in {file} has type {entry['dtype']}; known: {', '.join(_DTYPES)}"
+            f"{index} places {name} in {file}, outside the folder; do not use this checkpoint "
+            "unless you know who made it"
         )
-    dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
-    start, stop = entry["data_offsets"]
-    if stop - start != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{name} has shape {shape} but {stop - start} bytes")
-    return TensorInfo(name, file, dtype, shape, stop - start, base + start)
+    if posix.suffix != ".safetensors":
+        raise CheckpointError(
+            f"{index} places {name} in {show(file)}, which is not a *.safetensors; convert the "
+            "model, or download the index again"
+        )
 
 
 def _no_weights(folder: Path) -> str:
-    pickled = sorted(path.name for path in folder.glob("*.bin"))
+    pickled = [path.name for path in _entries(folder) if path.name.endswith(".bin")]
     if not pickled:
         return f"{folder} holds no *.safetensors; is this the folder of a model?"
     return (
