@@ -287,7 +287,7 @@ def test_changes_are_named(
         if kind == "stream":
             oneshot(copy, other, None, out)
         else:
-            other = recipe(kind).model_copy(update={"ignore": ["lm_head", "re:.*q_proj"]})
+            other = recipe(kind).model_copy(update={"ignore": ["lm_head", "re:.*o_proj"]})
             oneshot(copy, QuantizationModifier(**other.model_dump()), token_batches(), out)
     with monkeypatch.context() as patch:
         patch.setattr(identity, "version", lambda name: "99")

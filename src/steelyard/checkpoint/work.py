@@ -101,14 +101,14 @@ class WorkFolder:
     def read(self) -> dict[str, Any] | None:
         """Return the journal of a run that did not end, if there is one."""
         try:
-            content: dict[str, Any] = json.loads(self.journal.read_text("utf-8"))
+            content: Any = json.loads(self.journal.read_text("utf-8"))
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
             raise CheckpointError(
                 f"{self.journal} cannot be read ({error}); start anew with resume=False"
             ) from error
-        if content.get("format") != _FORMAT:
+        if not isinstance(content, dict) or content.get("format") != _FORMAT:
             raise CheckpointError(
                 f"{self.journal} is of another version of Steelyard; start anew with resume=False"
             )
@@ -116,8 +116,14 @@ class WorkFolder:
 
     def record(self, content: dict[str, Any]) -> None:
         """Replace the journal; what it speaks of must be on the disk already."""
-        sync(self.checkpoint)
-        write_in_one_step(self.journal, json.dumps({"format": _FORMAT, **content}))
+        try:
+            sync(self.checkpoint)
+            write_in_one_step(self.journal, json.dumps({"format": _FORMAT, **content}))
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.journal} cannot be written: {error.strerror}; make room or choose another "
+                "disk. The same command goes on from its last mark"
+            ) from error
 
     def clear(self) -> None:
         """Forget an earlier run; what the output held before comes back if nothing replaced it."""

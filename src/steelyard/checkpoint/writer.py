@@ -186,10 +186,14 @@ class CheckpointWriter:
 
     # -- how far it came ----------------------------------------------------------------------
 
-    def due(self, seconds: float = 0.0) -> bool:
-        """Whether it is time for a mark, which waits for the disk: after `seconds` or longer."""
+    def due(self, cost: float = 0.0) -> bool:
+        """Whether it is time for a mark.
+
+        cost: how many seconds the last one took beside the wait for the disk; they are to be at
+              most a twentieth of all
+        """
         passed = time.monotonic() - self._marked
-        return self.identity is not None and passed >= max(self.mark_seconds, seconds)
+        return self.identity is not None and passed >= self.mark_seconds * max(1.0, 2 * cost)
 
     def mark(self, progress: dict[str, Any]) -> None:
         """Record that all that was added so far is done, and what else the run must remember."""

@@ -156,6 +156,7 @@ def oneshot(
         if streams:
             run.stream()
         else:
+            source.model.eval()
             _apply(source.model, config)
             if samples is None:
                 run.weights_only()
@@ -163,11 +164,9 @@ def oneshot(
                 run.whole(samples)
             else:
                 run.layer_by_layer(samples)
-        run.raise_unseen()
+        run.end()
         final = run.final_config(config)
-        result.output_dir = run.output.finish(
-            final, loaded.text, result.modules, plan, run.state(written=True)
-        )
+        result.output_dir = run.output.finish(final, loaded.text, result.modules, plan, run.state())
     if result.model is not None:
         save_as_quantized(source, final, loaded.text, result.modules, plan, tokenizer or processor)
     result.seconds = time.perf_counter() - started

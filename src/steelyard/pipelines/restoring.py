@@ -1,4 +1,4 @@
-"""A model that was given comes back as it was, if something goes wrong."""
+"""A model that was given comes back in its mode, and as it was if something goes wrong."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ def restored_on_error(model: Any) -> Iterator[None]:
         if attention is not None:
             model.config._attn_implementation = attention
         raise
+    for module, state in before:
+        module.training = state["training"]
 
 
 def _shallow(module: Module) -> dict[str, Any]:

@@ -56,8 +56,8 @@ class Run:
         self.device = _device(source.model)
         self.dtype = fast_dtype(source.dtype, self.device)
         self.done = 0  # steps: jobs of a stream, or layers
-        self.written = False  # all tensors are
-        self._patience = 0.0  # seconds until the next mark, if they are slow
+        self.calibrated = False  # all modules are, and their tensors written
+        self._mark_cost = 0.0  # seconds, of the last one
 
     # -- the ways through a model -------------------------------------------------------------
 
@@ -65,7 +65,7 @@ class Run:
         """From file to file."""
         view, writer, plan = self.source.shards, self.output.writer, self.result.plan
         assert view is not None and writer is not None
-        if not self.written:
+        if not self.calibrated:
             stream = Stream(view, plan, writer, self.result.modules, self.state, self.show)
             stream.run(self.done)
             self.done = stream.done
@@ -74,6 +74,8 @@ class Run:
 
     def weights_only(self) -> None:
         """Observe weights, module by module where the model has no layers."""
+        if self.calibrated:
+            return
         try:
             name, layers = decoder_layers(self.source.model)
         except PipelineError:
@@ -85,12 +87,11 @@ class Run:
                     self._module(layer, f"{name}.{index}", None, lambda: None)
                     self._layer_done(index)
                 advance()
-            if self.done <= len(layers):
-                self._rest(name, layers, lambda: None)
+            self._rest(name, layers, lambda: None)
             advance()
 
     def layer_by_layer(self, samples: Samples) -> None:
-        if self.written:
+        if self.calibrated:
             return
         sequence = LayerSequence(self.source.model)
         source, model, layers = self.source, self.source.model, sequence.layers
@@ -103,7 +104,7 @@ class Run:
                 computing_in(model, self.dtype),
             ):
                 batches = sequence.start(self._batches(samples), advance)
-            if self.done and not self.written:
+            if self.done:
                 self._load_hidden(batches)
                 advance(self.done * len(batches))
             for index, layer in enumerate(layers):
@@ -132,6 +133,8 @@ class Run:
             self._rest(sequence.name, layers, run_rest)
 
     def whole(self, samples: Samples) -> None:
+        if self.calibrated:
+            return
         with progress("calibrating", len(samples.batches), self.show) as advance:
 
             def run() -> None:
@@ -171,16 +174,16 @@ class Run:
             self.weights_only_schemes[name] = QuantizationScheme.model_validate(scheme)
         self.unseen = progress["unseen"]
         self.result.notes += progress["notes"]
-        self.done, self.written = progress["done"], progress["written"]
+        self.done, self.calibrated = progress["done"], progress["calibrated"]
         count = len(self.result.modules)
         self.result.notes.append(f"continued after {count} modules, which an earlier run had done")
 
-    def state(self, done: int | None = None, written: bool = False) -> dict[str, Any]:
+    def state(self, done: int | None = None) -> dict[str, Any]:
         """Return, in JSON's types, what `take_up` needs."""
         schemes = self.weights_only_schemes.items()
         return {
             "done": self.done if done is None else done,
-            "written": written,
+            "calibrated": self.calibrated,
             "modules": {name: [m.error, m.tokens] for name, m in self.result.modules.items()},
             "weights_only": {name: scheme.model_dump(mode="json") for name, scheme in schemes},
             "unseen": self.unseen,
@@ -191,7 +194,7 @@ class Run:
         """Record, when it is time, that a layer is done, and what flows into the next."""
         self.done = index + 1
         writer = self.output.writer
-        if writer is None or not writer.due(self._patience):
+        if writer is None or not writer.due(self._mark_cost):
             return
         started = time.monotonic()
         path = writer.work.path / f"hidden-{self.done}.safetensors"
@@ -202,7 +205,7 @@ class Run:
         for old in writer.work.path.glob("hidden-*.safetensors"):
             if old != path:
                 old.unlink()
-        self._patience = 20 * (time.monotonic() - started)  # at most a twentieth of the time
+        self._mark_cost = time.monotonic() - started
 
     def _load_hidden(self, batches: list[Batch]) -> None:
         assert self.output.writer is not None
@@ -294,7 +297,9 @@ class Run:
 
     # -- the end ----------------------------------------------------------------------------
 
-    def raise_unseen(self) -> None:
+    def end(self) -> None:
+        """All modules are dealt with; raise if some of them saw nothing."""
+        self.calibrated = True
         allowed = self.weights_only_schemes if self.uncalibrated == "weights-only" else ()
         left = [name for name in self.unseen if name not in allowed]
         if not left:

@@ -50,7 +50,9 @@ def decoder_layers(model: Any) -> tuple[str, ModuleList]:
     classes = set(getattr(model, "_no_split_modules", None) or ())
     config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else None
     depth = getattr(config, "num_hidden_layers", None)
+    text = set(_text_model(model).modules())  # a vision tower may be as deep
     lists = [(n, m) for n, m in model.named_modules() if isinstance(m, ModuleList) and len(m) > 0]
+    lists = [(n, m) for n, m in lists if m in text]
     known = [(n, m) for n, m in lists if all(type(layer).__name__ in classes for layer in m)]
     deep = [(n, m) for n, m in known or lists if depth is None or len(m) == depth]
     if len(deep) != 1:
@@ -59,6 +61,12 @@ def decoder_layers(model: Any) -> tuple[str, ModuleList]:
             'what runs one after another; pipeline="basic" runs the model as a whole'
         )
     return deep[0]
+
+
+def _text_model(model: Any) -> Module:
+    """Return the part that decodes text; the model itself where that cannot be told."""
+    found = model.get_decoder() if hasattr(model, "get_decoder") else None
+    return found if isinstance(found, Module) else model
 
 
 class LayerSequence:

@@ -74,8 +74,6 @@ def _keys(model: Any, shards: Shards) -> tuple[dict[str, str], dict[str, list[st
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, tensor in {**parameters, **dict(persistent_buffers(model))}.items():
         names = [name, name.removeprefix(prefix), f"{prefix}{name}"]
-        if name in tied:
-            names += [tied[name], tied[name].removeprefix(prefix)]
         found = next((n for n in names if n in shards), None)
         if found is not None:
             keys[name] = found
@@ -94,6 +92,10 @@ def _keys(model: Any, shards: Shards) -> tuple[dict[str, str], dict[str, list[st
             joined[name] = list(parts)
         else:
             missing.append(name)
+    for name, other in tied.items():
+        if name in missing and other in keys:
+            keys[name] = keys[other]
+            missing.remove(name)
     return keys, joined, missing
 
 

@@ -58,7 +58,7 @@ class Source:
         """Open a folder, a name on the hub, or a loaded module."""
         if isinstance(model, Module):
             _check_module(model)
-            return cls(model.eval())
+            return cls(model)
         folder = _folder(model, revision)
         shards = CheckpointView(folder, cut=False)
         skeleton, keys, joined = build_skeleton(folder, shards, trust_remote_code)

@@ -127,6 +127,7 @@ class Stream:
         self.jobs = jobs_of(view, plan)
         self.budget = budget_of(view, self.jobs)
         self.done = 0
+        self._stopped = False  # nothing may be written any more
 
     def run(self, done: int = 0) -> None:
         """Do all jobs but the first `done`, which an earlier run did."""
@@ -137,6 +138,9 @@ class Stream:
             advance(sum(sizes[:done]))
             try:
                 self._run(reading, writing, advance)
+            except BaseException:
+                self._stopped = True
+                raise
             finally:
                 for pool in (reading, writing):
                     pool.shutdown(cancel_futures=True)
@@ -192,6 +196,23 @@ class Stream:
         weights: list[torch.Tensor],
         stored: list[tuple[dict[str, torch.Tensor], ModuleResult]],
     ) -> None:
+        if self._stopped:  # else a job could follow one that failed or was cancelled
+            return
+        try:
+            self._put(job, weights, stored)
+            self.done += 1
+            if self.writer.due():
+                self.writer.mark(self.state(self.done))
+        except BaseException:
+            self._stopped = True
+            raise
+
+    def _put(
+        self,
+        job: Job,
+        weights: list[torch.Tensor],
+        stored: list[tuple[dict[str, torch.Tensor], ModuleResult]],
+    ) -> None:
         for planned, (tensors, result) in zip(job.modules, stored, strict=True):
             for leaf, tensor in tensors.items():
                 self.writer.add(f"{planned.name}.{leaf}", tensor)
@@ -202,6 +223,3 @@ class Stream:
                     self.writer.add(name, weights[i])
                 else:
                     self.writer.copy(name, self.view)
-        self.done += 1
-        if self.writer.due():
-            self.writer.mark(self.state(self.done))
