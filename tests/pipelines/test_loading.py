@@ -15,8 +15,15 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from steelyard import oneshot
-from steelyard.errors import CalibrationError, CheckpointError, NonFiniteError, PipelineError
+from steelyard.errors import (
+    CalibrationError,
+    CheckpointError,
+    CheckpointInvalid,
+    NonFiniteError,
+    PipelineError,
+)
 from steelyard.modifiers import QuantizationModifier
+from steelyard.pipelines import streaming
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -310,3 +317,58 @@ def test_tokenizer_that_was_given_is_written(tmp_path: Path) -> None:
     assert (tmp_path / "a" / "tokenizer.model").read_bytes() == b"\xff\x00"
     assert (tmp_path / "b" / "tokenizer.model").read_bytes() == b"\xff\x00"
     assert (tmp_path / "c" / "tokenizer.json").read_text() == "{}"
+
+
+# -- what is found wrong after writing ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong", ["weight", "weight_scale", "weight_global_scale"])
+def test_wrong_bytes_are_found_before_the_old_output_goes(
+    wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel that errs would be caught by the reported error, the scales or the fused partner."""
+    small_model("llama", hidden_size=256, intermediate_size=256).save_pretrained(tmp_path / "m")
+    (tmp_path / "q").mkdir()
+    (tmp_path / "q" / "old").write_text("kept")
+    stored = streaming.stored_tensors
+    calls: list[int] = []
+
+    def damaged(weight: torch.Tensor, *args: Any, **options: Any) -> dict[str, torch.Tensor]:
+        found = dict(stored(weight, *args, **options))
+        calls.append(1)
+        if len(calls) == 1:  # the first q_proj
+            if wrong == "weight":
+                found["weight_packed"] = found["weight_packed"].flip(0)
+            elif wrong == "weight_scale":
+                found["weight_scale"] = torch.zeros_like(found["weight_scale"])
+            else:
+                found["weight_global_scale"] = found["weight_global_scale"] * 2
+        return found
+
+    monkeypatch.setattr(streaming, "stored_tensors", damaged)
+    chosen = QuantizationModifier(scheme="NVFP4A16", ignore=["lm_head", "re:.*mlp.*"])
+    message = {"weight": "decodes with a relative error", "weight_scale": "zero"}
+    message["weight_global_scale"] = "fused partner|decodes"
+    with pytest.raises(CheckpointInvalid, match=message[wrong]):
+        oneshot(tmp_path / "m", chosen, None, tmp_path / "q", overwrite=True)
+    assert (tmp_path / "q" / "old").read_text() == "kept"
+
+
+def test_scale_is_that_of_the_type_that_is_served(tmp_path: Path) -> None:
+    """The pass runs in fp32, but what is observed is what a server in bf16 would see."""
+    model = small_model("llama", torch.bfloat16)
+    model.save_pretrained(tmp_path / "m")
+    seen: list[torch.Tensor] = []
+    wide = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32)
+    wide.model.layers[2].mlp.down_proj.register_forward_pre_hook(
+        lambda _module, args: seen.append(args[0].to(torch.bfloat16).abs().max())
+    )
+    batches = token_batches()
+    with torch.no_grad():
+        for batch in batches:
+            wide(batch)
+    observed = {**STATIC, "observer": "static_minmax"}
+    oneshot(tmp_path / "m", static(input_activations=observed), batches, tmp_path / "q")
+    scale = read(tmp_path / "q")["model.layers.2.mlp.down_proj.input_scale"]
+    expected = (torch.stack(seen).max().float() / 127.5).to(torch.bfloat16)
+    assert_close(scale, expected.reshape(1), rtol=0, atol=0)
