@@ -18,10 +18,16 @@ from typing import Any
 
 import pytest
 import torch
-from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationConfig,
+    QuantizationScheme,
+    apply_quantization_config,
+)
 from torch import distributed as dist
 from torch.testing import assert_close
 
+from steelyard.calibration import Calibration
 from steelyard.errors import StatisticsError
 from steelyard.observers import (
     IMatrixMSEObserver,
@@ -205,6 +211,27 @@ def run_cases(rank: int, world: int) -> Iterator[tuple[str, dict[str, Any]]]:
             observer(batch(rank, 0))
         yield f"{name} in inference mode", synced(observer)
 
+    yield "calibration", calibrated(rank, world)
+
+
+def calibrated(rank: int, world: int) -> dict[str, Any]:
+    """Calibrate two experts, of which the last rank alone reaches one, and nobody a third."""
+    experts = torch.nn.ModuleList(torch.nn.Linear(WIDTH, 2, bias=False) for _ in range(3))
+    inputs = ARGS["tensor"].model_copy(update={"observer": "static_minmax"})
+    scheme = QuantizationScheme(
+        targets=["Linear"], weights=ARGS["tensor"], input_activations=inputs
+    )
+    config = QuantizationConfig(config_groups={"group_0": scheme})
+    apply_quantization_config(experts, config)
+    with Calibration(experts) as calibration:
+        experts[0](batch(rank, 0))
+        if rank == world - 1:
+            experts[1](batch(rank, 1))
+        calibration.sync()
+        unseen = calibration.unseen()
+        calibration.finish()
+    return {"unseen": unseen, "scales": [experts[i].input_scale.data for i in range(2)]}
+
 
 def run_disagreeing_cases(rank: int, world: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """Run cases in which the ranks do not hold the same, so that none may just reduce it."""
@@ -322,6 +349,18 @@ def test_ranks_end_as_one_observer_of_all_data(name: str, strategy: str, ranks: 
             expected.pop("qparams", None)
             records = [without(record, "qparams") for record in records]
         assert_same(records[0], expected, **tolerance)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_expert_that_one_rank_saw_is_calibrated_on_all(ranks: Any) -> None:
+    world = len(ranks)
+    shared = torch.stack([batch(rank, 0).abs().max() for rank in range(world)]).max()
+    lonely = batch(world - 1, 1).abs().max()
+    for rank in ranks:
+        record = rank["calibration"]
+        assert record["unseen"] == ["2"]
+        expected = [(size / 127.5).reshape(1) for size in (shared, lonely)]
+        assert_close(record["scales"], expected)
 
 
 @pytest.mark.parametrize("name", MERGING)
