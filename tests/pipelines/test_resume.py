@@ -369,6 +369,26 @@ def test_old_output_is_there_until_the_new_one_is(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_killed_between_the_last_rename_and_the_end(
+    source: Path, kind: str, expected: dict[str, str], tmp_path: Path
+) -> None:
+    """The output is in place, so the same command has nothing to do but to clean up."""
+    out = tmp_path / "out"
+    process = os.fork()
+    if process == 0:
+        WorkFolder.close = lambda self, keep: os._exit(7)  # type: ignore[method-assign]
+        run(source, out, kind)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 7
+    assert contents(out) == expected and (tmp_path / ".out.steelyard").exists()
+    result = run(source, out, kind)
+    assert result.output_dir == out and contents(out) == expected
+    assert {p.name for p in result.plan.quantized} == set(result.modules)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    with pytest.raises(CheckpointError, match="not empty"):
+        run(source, out, kind)
+
+
 def test_old_output_comes_back_if_the_new_one_is_given_up(tmp_path: Path) -> None:
     work = WorkFolder(tmp_path / "out")
     work.open()
