@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
@@ -174,6 +175,38 @@ class QuantizationModifier(Modifier):
         if cache is not None and cache.dynamic is not True:
             return True
         return any(_needs_data(scheme) for scheme in self.config.config_groups.values())
+
+    def idle_observers(self) -> Iterator[str]:
+        """Yield a sentence for every observer that was chosen and will observe nothing."""
+        schemes = self.config.config_groups.values()
+        values = {
+            "weights": [s.weights for s in schemes],
+            "input": [s.input_activations for s in schemes],
+            "output": [s.output_activations for s in schemes],
+        }
+        cache = [self.config.kv_cache_scheme]
+        chosen = {
+            "weight_observer": (self.weight_observer, values["weights"]),
+            "input_observer": (self.input_observer, values["input"]),
+            "output_observer": (self.output_observer, values["output"]),
+            "activation_observer": (
+                self.activation_observer,
+                [*values["input"], *values["output"], *cache],
+            ),
+            **{f"observer.{k}": (v, values[k]) for k, v in (self.observer or {}).items()},
+        }
+        for name, (choice, args) in chosen.items():
+            present = [each for each in args if each is not None]
+            if choice is None or any(each.dynamic is not True for each in present):
+                continue
+            why = (
+                "their scales are computed while serving (dynamic), so nothing is observed; for "
+                "static ones choose a scheme such as FP8, or write config_groups with dynamic: "
+                "false"
+                if present
+                else "the scheme does not quantize what it is for"
+            )
+            yield f"{name} {choice.name!r} has no effect: {why}"
 
     def _choices(self) -> list[ObserverChoice | None]:
         both = self.observer or {}
