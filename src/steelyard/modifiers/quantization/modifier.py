@@ -200,9 +200,8 @@ class QuantizationModifier(Modifier):
             if choice is None or any(each.dynamic is not True for each in present):
                 continue
             why = (
-                "their scales are computed while serving (dynamic), so nothing is observed; for "
-                "static ones choose a scheme such as FP8, or write config_groups with dynamic: "
-                "false"
+                "what it is for gets its scales while serving (dynamic), so nothing is observed; "
+                "for static ones choose a scheme such as FP8, or write config_groups"
                 if present
                 else "the scheme does not quantize what it is for"
             )
