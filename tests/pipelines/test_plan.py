@@ -136,15 +136,15 @@ def test_schemes_that_attention_cannot_have(scheme: Any, told: str) -> None:
     only(plan.errors, "a targets 3 attention modules such as model.layers.0.self_attn", told)
 
 
-def test_a_target_for_all_of_attention_is_not_for_its_states() -> None:
+def test_a_target_for_whole_layers_is_not_for_the_states_of_attention() -> None:
     plan = plan_of(
         small_model("llama"),
         scheme="FP8_DYNAMIC",
-        targets=["re:.*self_attn.*"],
+        targets=["re:model.layers.*"],
         kv_cache_scheme=ATTENTION,
     )
     assert plan.errors == []
-    assert len(plan.quantized) == 12
+    assert len(plan.quantized) == 21
     assert len(plan.attention) == 3
 
 
