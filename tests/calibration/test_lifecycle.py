@@ -155,6 +155,23 @@ def test_padding_reaches_no_statistic(side: str) -> None:
         calibrate_input_hook(module, (torch.randn(3, 8),))
 
 
+@pytest.mark.parametrize("observer", ["imatrix_mse", "optimal"])
+def test_padding_reaches_no_importance(observer: str) -> None:
+    module = torch.nn.Linear(8, 4)
+    weights = QuantizationArgs(num_bits=4, strategy="channel", observer=observer)
+    module.quantization_scheme = QuantizationScheme(targets=["Linear"], weights=weights)
+    initialize_observer(module, "weight")
+    x = torch.ones(1, 4, 8)
+    x[0, 2:] = 1000.0
+    with without_padding(torch.tensor([[1, 1, 0, 0]])):
+        module(x)
+        module(x.flatten(0, 1))
+    with without_padding(torch.tensor([[0, 0, 0, 0]])):
+        module(x)
+    assert_close(module._imatrix_sum, torch.full((8,), 4.0))
+    assert module._imatrix_count == 4
+
+
 @pytest.mark.parametrize("strategy", ["tensor", "attn_head"])
 def test_keys_and_values(strategy: str) -> None:
     args = QuantizationArgs(

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from families import small_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from steelyard.errors import DataError
 from steelyard.pipelines.data import Samples, load_samples
 from steelyard.pipelines.data_files import BLOCK
+from steelyard.pipelines.data_limits import learned_positions
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -218,6 +220,20 @@ def test_datasets_by_name(tmp_path: Path, shuffle: bool, monkeypatch: pytest.Mon
         take("org/name", shuffle=shuffle, split="dev")
 
 
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_data_frames(shuffle: bool) -> None:
+    pandas = pytest.importorskip("pandas")
+    index = [f"row {i}" for i in range(len(TEXTS))]
+    frame = pandas.DataFrame({"text": TEXTS, "n": range(len(TEXTS))}, index=index)
+    expected = rows(take(TEXTS, shuffle=shuffle))
+    assert rows(take(frame, shuffle=shuffle)) == expected
+    assert rows(take(frame["text"], shuffle=shuffle)) == expected
+    ids = pandas.DataFrame({"input_ids": IDS})
+    assert rows(take(ids, shuffle=shuffle, tokenizer=unused)) == expected
+    with pytest.raises(DataError, match=r"the DataFrame, sample 0: none of .*only: n"):
+        take(frame[["n"]])
+
+
 # -- text files -------------------------------------------------------------------------------
 
 
@@ -309,6 +325,48 @@ def test_empty_files_are_an_error(tmp_path: Path) -> None:
         for shuffle in (False, True):
             with pytest.raises(DataError, match=f"{name} holds no calibration data"):
                 take(path, shuffle=shuffle)
+
+
+def test_texts_are_cut_to_the_positions_of_the_model(tmp_path: Path) -> None:
+    samples = take(TEXTS, max_positions=2)
+    assert rows(samples) == [ids[:2] for ids in IDS]
+    assert "cut to the 2 positions of the model, not 2048" in samples.description
+    assert "positions" not in take(TEXTS, max_positions=3, max_seq_length=3).description
+    path = tmp_path / "data.txt"
+    path.write_text(" ".join(TEXTS))
+    found = rows(take(path, max_positions=7, tokenizer=lambda: make_tokenizer(bos=True)))
+    assert {len(row) for row in found[:-1]} == {7}
+    assert [token for row in found for token in row[1:]] == ids_of(" ".join(TEXTS))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "where"),
+    [
+        ([[3, 4], [3, 4, 5]], "the list, sample 1"),
+        ({"input_ids": PADDED, "attention_mask": MASK}, "sample 0"),
+        (DataLoader(TensorDataset(torch.tensor(IDS)), batch_size=4), "the DataLoader, batch 0"),
+    ],
+    ids=["list", "mapping", "loader"],
+)
+def test_token_ids_beyond_the_positions_of_the_model_are_refused(dataset: Any, where: str) -> None:
+    with pytest.raises(DataError, match=rf"{where}: 3 tokens .* 2 positions .*max_seq_length=2 "):
+        take(dataset, tokenizer=unused, max_positions=2)
+    assert all(len(row) <= 2 for row in rows(take(dataset, max_positions=2, max_seq_length=2)))
+    assert take(dataset, tokenizer=unused, max_positions=3).num_samples
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "positions"),
+    [
+        ("opt", {"max_position_embeddings": 64}, 64),
+        ("gpt2", {"n_positions": 96}, 96),
+        ("llama", {}, None),
+        ("llama", {"max_position_embeddings": 128}, None),  # as many as there are tokens
+        ("gemma3", {}, None),
+    ],
+)
+def test_learned_positions(family: str, options: dict[str, Any], positions: int | None) -> None:
+    assert learned_positions(small_model(family, **options)) == positions
 
 
 def test_long_samples_are_cut() -> None:
@@ -489,3 +547,31 @@ def test_unknown_files_are_refused(tmp_path: Path) -> None:
 def test_counts_start_at_one(option: str) -> None:
     with pytest.raises(DataError, match=f"{option} must be at least 1, got 0"):
         take(TEXTS, **{option: 0})
+
+
+@pytest.mark.parametrize(
+    "option", ["num_calibration_samples", "max_seq_length", "batch_size", "batch_tokens", "seed"]
+)
+@pytest.mark.parametrize("value", [None, "4", 4.0, True])
+def test_counts_are_whole_numbers(option: str, value: Any) -> None:
+    if (option, value) == ("batch_tokens", None):
+        return  # which is its default
+    with pytest.raises(
+        DataError, match=re.escape(f"{option} must be a whole number, got {value!r}")
+    ):
+        take(TEXTS, shuffle=True, **{option: value})
+
+
+def test_counts_of_numpy_are_taken() -> None:
+    options = {"num_calibration_samples": np.int64(4), "seed": np.int32(1), "shuffle": True}
+    assert take(TEXTS, **options).num_samples == 4
+
+
+def test_seeds_that_torch_does_not_take() -> None:
+    with pytest.raises(DataError, match="seed must be a number of 64 bits"):
+        take(TEXTS, seed=2**64)
+
+
+def test_the_argument_is_called_as_oneshot_calls_it() -> None:
+    with pytest.raises(DataError, match="splits='train' goes with"):
+        take(TEXTS, split="train")

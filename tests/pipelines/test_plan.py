@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 from families import small_model
 
 from steelyard.errors import PlanError
-from steelyard.modifiers import QuantizationModifier
+from steelyard.modifiers import IMatrixGatherer, Modifier, QuantizationModifier
 from steelyard.pipelines.plan import Plan, make_plan
 
 
 def plan_of(model: Any, check: bool = True, **options: Any) -> Plan:
     return make_plan(model, QuantizationModifier(**options).config, check)
+
+
+def recipe_plan(model: Any, *before: Modifier, **options: Any) -> Plan:
+    """Return the plan of a whole recipe, as a run makes it."""
+    modifier = QuantizationModifier(**options)
+    return make_plan(model, modifier.config, modifiers=[*before, modifier])
+
+
+def weights(observer: str | None = None, **args: Any) -> dict[str, Any]:
+    given = {"num_bits": 4, "strategy": "group", "group_size": 16, "observer": observer, **args}
+    return {
+        "config_groups": {"g": {"targets": ["Linear"], "weights": given}},
+        "ignore": ["lm_head"],
+    }
 
 
 def only(problems: list[str], *parts: str) -> None:
@@ -60,10 +75,155 @@ def test_block_that_does_not_divide() -> None:
     only(plan.errors, "q_proj", "64 columns", "128 x 128")
 
 
+def test_bypass_lets_blocks_pass_and_says_that_groups_cannot() -> None:
+    blocks = {"type": "float", "num_bits": 8, "strategy": "block", "block_structure": [128, 128]}
+    options = weights(group_size=None, **blocks)
+    only(recipe_plan(small_model("llama"), **options).errors, "set bypass_divisibility_checks")
+    passed = recipe_plan(small_model("llama"), bypass_divisibility_checks=True, **options)
+    assert passed.errors == []
+    for scheme, kind in (("W4A16", "weight"), ("FP8_BLOCK", "input")):
+        plan = recipe_plan(small_model("llama"), scheme=scheme, bypass_divisibility_checks=True)
+        only(plan.errors, "q_proj", f"{kind} groups of 128", "bypass_divisibility_checks lets")
+
+
+def test_a_plan_with_errors_can_be_shown() -> None:
+    text = str(plan_of(small_model("llama"), scheme="W4A16", ignore=["lm_head"]))
+    assert "error: model.layers.0.self_attn.q_proj: 64 columns" in text
+    assert "->" not in text
+
+
+def test_token_ids_are_not_quantized() -> None:
+    for scheme in ("FP8", "W8A8"):
+        plan = plan_of(small_model("llama"), scheme=scheme, targets=["Embedding"])
+        only(plan.errors, "embed_tokens is an Embedding", "token ids", "without input_activations")
+    assert plan_of(small_model("llama"), scheme="MXFP8A16", targets=["Embedding"]).errors == []
+
+
+ATTENTION = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+
+
+def attention(**scheme: Any) -> dict[str, Any]:
+    return {"config_groups": {"a": {"targets": ["LlamaAttention"], **scheme}}}
+
+
+def test_attention_alone() -> None:
+    plan = plan_of(small_model("llama"), **attention(input_activations=ATTENTION))
+    assert plan.errors == []
+    assert plan.quantized == []
+    assert plan.attention == [f"model.layers.{i}.self_attn" for i in range(3)]
+    plan = plan_of(
+        small_model("llama"),
+        **attention(input_activations=ATTENTION),
+        ignore=["re:.*layers.[01].self_attn$"],
+    )
+    assert plan.attention == ["model.layers.2.self_attn"]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "told"),
+    [
+        ({"weights": ATTENTION}, "no weights of their own: target their projections"),
+        ({"weights": ATTENTION, "input_activations": ATTENTION}, "no weights of their own"),
+        ({"output_activations": ATTENTION}, "quantized by input_activations"),
+        (
+            {"input_activations": {"num_bits": 8, "strategy": "group", "group_size": 16}},
+            "it takes tensor, attn_head",
+        ),
+    ],
+)
+def test_schemes_that_attention_cannot_have(scheme: Any, told: str) -> None:
+    plan = plan_of(small_model("llama"), **attention(**scheme))
+    only(plan.errors, "a targets 3 attention modules such as model.layers.0.self_attn", told)
+
+
+def test_a_target_for_whole_layers_is_not_for_the_states_of_attention() -> None:
+    plan = plan_of(
+        small_model("llama"),
+        scheme="FP8_DYNAMIC",
+        targets=["re:model.layers.*"],
+        kv_cache_scheme=ATTENTION,
+    )
+    assert plan.errors == []
+    assert len(plan.quantized) == 21
+    assert len(plan.attention) == 3
+
+
+@pytest.mark.parametrize(
+    ("family", "told"),
+    [("opt", "num_key_value_heads"), ("gpt2", "GPT2LMHeadModel has no attention module")],
+)
+def test_models_whose_cache_cannot_be_quantized(family: str, told: str) -> None:
+    plan = plan_of(small_model(family), kv_cache_scheme=ATTENTION)
+    only(plan.errors, told, "kv_cache_scheme")
+    assert all("\n" not in error for error in plan.errors)
+
+
+def test_what_observers_would_refuse() -> None:
+    model = small_model("llama")
+    cache = {"num_bits": 8, "strategy": "group", "group_size": 16}
+    only(plan_of(model, kv_cache_scheme=cache).errors, "kv_cache_scheme", "tensor, attn_head")
+    plan = plan_of(model, **weights(type="float", symmetric=False))
+    only(plan.errors, "weight of g", "set symmetric=True")
+
+
 def test_target_that_matches_nothing() -> None:
     plan = plan_of(small_model("llama"), scheme={"FP8_DYNAMIC": ["Linear", "re:.*w1$"]})
     only(plan.errors, "re:.*w1$", "matches no module")
     only(plan_of(small_model("llama"), scheme="W8A8", ignore=["lm_haed"]).warnings, "lm_haed")
+
+
+def test_target_of_a_gatherer_that_matches_nothing() -> None:
+    plan = recipe_plan(
+        small_model("llama"), IMatrixGatherer(targets=["Liner"]), **weights("optimal")
+    )
+    only(plan.errors, "'Liner' of IMatrixGatherer", "matches no module")
+
+
+@pytest.mark.parametrize(
+    ("observer", "gatherer", "useful"),
+    [
+        ("optimal", IMatrixGatherer(), True),
+        ("imatrix_mse", IMatrixGatherer(targets=["re:.*q_proj"]), True),
+        ("memoryless_mse", IMatrixGatherer(), False),
+        (None, IMatrixGatherer(), False),
+        ("optimal", IMatrixGatherer(targets=["lm_head"], ignore=[]), False),
+        ("optimal", IMatrixGatherer(ignore=["Linear"]), False),
+    ],
+)
+def test_gathering_for_nothing_is_warned_of(
+    observer: str | None, gatherer: IMatrixGatherer, useful: bool
+) -> None:
+    plan = recipe_plan(small_model("llama"), gatherer, **weights(observer))
+    assert plan.errors == []
+    assert useful == (not any("gathers for nothing" in warning for warning in plan.warnings))
+
+
+STATIC = {"num_bits": 8, "strategy": "tensor"}
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"scheme": "W8A8", "activation_observer": "mse"}, "activation_observer 'mse'.*dynamic"),
+        ({"scheme": "W8A8", "input_observer": "mse"}, "input_observer 'mse' has no effect.*FP8"),
+        ({"scheme": "W8A8", "observer": {"input": "mse"}}, "observer.input 'mse'.*dynamic"),
+        ({"scheme": "MXFP8A16", "activation_observer": "mse"}, "does not quantize"),
+        ({"scheme": "FP8", "output_observer": "mse"}, "output_observer 'mse'.*does not quantize"),
+        ({"kv_cache_scheme": STATIC, "weight_observer": "mse"}, "weight_observer 'mse'"),
+        ({"scheme": "FP8", "activation_observer": "mse"}, None),
+        ({"scheme": "NVFP4", "activation_observer": "static_minmax"}, None),
+        ({"scheme": "W8A8", "weight_observer": "mse"}, None),
+        ({"scheme": "W8A8", "kv_cache_scheme": STATIC, "activation_observer": "mse"}, None),
+    ],
+)
+def test_observers_that_observe_nothing_are_warned_of(
+    options: dict[str, Any], told: str | None
+) -> None:
+    plan = recipe_plan(small_model("llama"), ignore=["lm_head"], **options)
+    assert plan.errors == []
+    idle = [warning for warning in plan.warnings if "has no effect" in warning]
+    assert len(idle) == (told is not None)
+    assert told is None or re.search(told, idle[0])
 
 
 def test_tied_embeddings() -> None:
@@ -99,6 +259,20 @@ def test_tensor_parallelism_is_warned_of(size: int, parallel: str) -> None:
     )
     assert plan.errors == []
     only(plan.warnings, "down_proj", f"{size} columns", f"over {parallel} processes", "16")
+
+
+def test_layers_that_parallelism_cuts_alike_are_warned_of_once() -> None:
+    plan = plan_of(
+        small_model("llama", intermediate_size=100), **weights(strategy="channel", group_size=None)
+    )
+    kinds = [w.partition(":")[0] for w in plan.warnings if "tensor parallelism" in w]
+    assert sorted(kinds) == ["down_proj", "gate_proj", "up_proj"]
+    only(
+        plan.warnings,
+        "100 columns",
+        "8 processes",
+        "3 modules, such as model.layers.0.mlp.down_proj",
+    )
 
 
 def test_stacked_experts_are_listed() -> None:

@@ -119,6 +119,8 @@ def test_one_modifier_may_come_twice() -> None:
         (QuantizationModifier(scheme="W4A16"), False),
         (QuantizationModifier(scheme="FP8"), True),
         ([IMatrixGatherer(), QuantizationModifier(scheme="W4A16")], True),
+        (QuantizationModifier(kv_cache_scheme={"num_bits": 8}), True),
+        (QuantizationModifier(kv_cache_scheme={"num_bits": 8, "dynamic": True}), False),
     ],
 )
 def test_needs_data_if_any_modifier_does(form: Any, needs_data: bool) -> None:
@@ -159,6 +161,11 @@ def args(draw: st.DrawFn) -> QuantizationArgs:
     return QuantizationArgs(**stated)
 
 
+def are_apart(groups: dict[str, QuantizationScheme]) -> bool:
+    targets = [target for scheme in groups.values() for target in set(scheme.targets)]
+    return len(targets) == len(set(targets))
+
+
 @st.composite
 def modifiers(draw: st.DrawFn) -> Modifier:
     common: dict[str, Any] = {}
@@ -168,8 +175,11 @@ def modifiers(draw: st.DrawFn) -> Modifier:
     if kind == "gatherer":
         return IMatrixGatherer(**common)
     if kind == "scheme":
+        scheme = draw(st.sampled_from(["W4A16", "fp8", {"W8A8": ["Linear"]}]))
+        if isinstance(scheme, dict):  # which has targets of its own
+            common.pop("targets", None)
         return QuantizationModifier(
-            scheme=draw(st.sampled_from(["W4A16", "fp8", {"W8A8": ["Linear"]}])),
+            scheme=scheme,
             activation_observer=draw(st.none() | st.sampled_from(["minmax", "mse"])),
             weight_observer=draw(
                 st.none() | st.fixed_dictionaries({"name": st.just("mse"), "norm": NUMBERS})
@@ -182,7 +192,7 @@ def modifiers(draw: st.DrawFn) -> Modifier:
         targets=st.lists(WORDS, min_size=1, max_size=2),
         weights=args(),
     )
-    groups = draw(st.dictionaries(WORDS, schemes, min_size=1, max_size=2))
+    groups = draw(st.dictionaries(WORDS, schemes, min_size=1, max_size=2).filter(are_apart))
     return QuantizationModifier(config_groups=groups, kv_cache_scheme=draw(st.none() | args()))
 
 

@@ -108,6 +108,33 @@ def test_python_recipes_have_paths_without_lines() -> None:
             "config_groups.g.weights",
             "num_bits",
         ),
+        ("{scheme: W8A8, targets: 're:(['}", "targets", "'re:([' is not a regular expression"),
+        ("{scheme: W8A8, targets: ['re:([']}", "targets[0]", "unterminated character set"),
+        ("{scheme: W8A8, ignore: [lm_head, 're:*']}", "ignore[1]", "nothing to repeat"),
+        ("{scheme: {W8A8: ['re:(']}}", "scheme.W8A8[0]", "'re:(' is not a regular expression"),
+        (
+            "{config_groups: {g: {targets: [a, 're:(']}}}",
+            "config_groups.g.targets[1]",
+            "'re:(' is not a regular expression",
+        ),
+        ("{kv_cache_scheme: {num_bits: 99}}", "kv_cache_scheme.num_bits", "2 to 8 bits"),
+        ("{kv_cache_scheme: {num_bits: -4}}", "kv_cache_scheme.num_bits", "not -4"),
+        (
+            "{config_groups: {g: {targets: [a], weights: {num_bits: 1}}}}",
+            "config_groups.g.weights.num_bits",
+            "2 to 8 bits",
+        ),
+        (
+            "{config_groups: {g: {targets: [a], input_activations: {num_bits: 9, dynamic: true}}}}",
+            "config_groups.g.input_activations.num_bits",
+            "2 to 8 bits",
+        ),
+        (
+            "{config_groups: {a: {targets: [Linear]}, b: {targets: ['re:x', Linear]}}}",
+            "config_groups",
+            "'a' and 'b' both target 'Linear'",
+        ),
+        ("{scheme: {W8A8: [a], FP8: [a]}}", "scheme", "'W8A8' and 'FP8' both target 'a'"),
     ],
 )
 def test_one_problem(options: str, where: str, what: str) -> None:
@@ -120,6 +147,69 @@ def test_one_problem(options: str, where: str, what: str) -> None:
 def test_problems_of_the_whole_stand_at_the_modifier(options: str) -> None:
     (told,) = refusal(f"modifiers:\n  QuantizationModifier: {options}\n")
     assert re.match(r"recipe:2: modifiers\.QuantizationModifier: give .*config_groups", told)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ("{targets: [a], scheme: {W8A8: [b]}}", "targets goes with one preset"),
+        ("{targets: [a], config_groups: {g: {targets: [b]}}}", "into the config_groups"),
+        ("{targets: [a], kv_cache_scheme: {num_bits: 8}}", "kv_cache_scheme alone has none"),
+        ("{scheme: FP8, observer: {input: mse}, input_observer: mse}", "observer.input and input_"),
+        ("{scheme: FP8, observer: {input: mse}, activation_observer: mse}", "activation_observer"),
+        ("{scheme: FP8, observer: {output: mse}, output_observer: mse}", "observer.output and"),
+        ("{scheme: FP8, observer: {output: mse}, activation_observer: mse}", "activation_observer"),
+        ("{scheme: FP8, observer: {weights: mse}, weight_observer: mse}", "observer.weights and"),
+        ("{scheme: FP8, input_observer: mse, activation_observer: mse}", "input_observer and"),
+        ("{scheme: FP8, output_observer: mse, activation_observer: mse}", "output_observer and"),
+    ],
+)
+def test_options_that_would_be_passed_over_are_refused(options: str, told: str) -> None:
+    (line,) = refusal(f"modifiers:\n  QuantizationModifier: {options}\n")
+    assert line.startswith("recipe:2: modifiers.QuantizationModifier: ")
+    assert told in line
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "{targets: [Linear], config_groups: {g: {targets: [b]}}}",
+        "{targets: Linear, scheme: {W8A8: [b]}}",
+        "{scheme: FP8, observer: {input: mse}, weight_observer: mse, output_observer: mse}",
+        "{config_groups: {g: {targets: [a, a], weights: {num_bits: 2}}}}",
+    ],
+)
+def test_options_that_go_together(options: str) -> None:
+    assert load_recipe(f"QuantizationModifier: {options}").modifiers
+
+
+def test_what_stands_inside_is_told_beside_the_rest() -> None:
+    text = """\
+QuantizationModifier:
+  targets: ['re:(']
+  config_groups:
+    a: {targets: [Linear, 're:*'], weights: {num_bits: 99, observer: msee}}
+    b: {targets: [Linear], weights: {num_bits: 5, strategy: chanel}}
+"""
+    places = [line.split(": ")[1] for line in refusal(text)]
+    groups = "QuantizationModifier.config_groups"
+    assert sorted(places) == [
+        f"{groups}.a.targets[1]",
+        f"{groups}.a.weights.num_bits",
+        f"{groups}.a.weights.observer",
+        f"{groups}.b.weights.strategy",
+        "QuantizationModifier.targets[0]",
+    ]
+
+
+def test_python_objects_are_refused_alike() -> None:
+    for options, told in (
+        ({"scheme": "FP8", "targets": ["re:(["]}, "not a regular expression"),
+        ({"config_groups": {"g": {"targets": ["re:(["]}}}, r"g\.targets\[0\]"),
+        ({"kv_cache_scheme": {"num_bits": 99}}, "2 to 8 bits"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            QuantizationModifier(**options)
 
 
 def test_errors_that_hide_each_other_are_all_told() -> None:

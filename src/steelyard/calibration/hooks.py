@@ -7,9 +7,6 @@ fp32 because that is faster.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -17,6 +14,7 @@ from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
 from steelyard.calibration.steps import args_for, observer_of
+from steelyard.observers.padding import real_tokens, without_padding
 
 __all__ = [
     "calibrate_input_hook",
@@ -27,23 +25,6 @@ __all__ = [
     "register_hooks",
     "without_padding",
 ]
-
-_mask: ContextVar[torch.Tensor | None] = ContextVar("padding", default=None)
-
-
-@contextmanager
-def without_padding(mask: torch.Tensor | None) -> Iterator[None]:
-    """Keep tokens where `mask` is 0 from every observer.
-
-    mask: (batch, seq), as tokenizers call it `attention_mask`
-    """
-    if mask is not None and bool(mask.all()):
-        mask = None
-    token = _mask.set(None if mask is None else mask.bool())
-    try:
-        yield
-    finally:
-        _mask.reset(token)
 
 
 def calibrate_input_hook(module: Module, args: Any) -> None:
@@ -92,7 +73,7 @@ def register_hooks(module: Module) -> list[RemovableHandle]:
 def _show(module: Module, base_name: str, value: torch.Tensor) -> None:
     observer = observer_of(module, base_name)
     assert observer is not None
-    value = _real_tokens(value, base_name)
+    value = real_tokens(value, base_name)
     observer(value.to(_served_dtype(module, base_name, value.dtype)))
 
 
@@ -103,21 +84,3 @@ def _served_dtype(module: Module, base_name: str, default: torch.dtype) -> torch
     args = args_for(module, base_name)
     assert args is not None
     return default if scale is None else scale.dtype
-
-
-def _real_tokens(value: torch.Tensor, base_name: str) -> torch.Tensor:
-    mask = _mask.get()
-    if mask is None:
-        return value
-    mask = mask.to(value.device)
-    if base_name in ("q", "k", "v"):  # (batch, heads, seq, head_dim)
-        if value.shape[0] == mask.shape[0] and value.shape[2] == mask.shape[1]:
-            return value.transpose(1, 2)[mask].transpose(0, 1).unsqueeze(0)
-    elif value.shape[:2] == mask.shape:
-        return value[mask]
-    elif value.shape[0] == mask.numel():  # tokens of all samples in one row
-        return value[mask.flatten()]
-    raise ValueError(
-        f"a value of shape {tuple(value.shape)} does not tell which of its tokens are padding "
-        f"{tuple(mask.shape)}; calibrate without padding"
-    )

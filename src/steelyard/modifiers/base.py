@@ -8,6 +8,7 @@ from typing import Any, ClassVar, TypeVar
 from compressed_tensors.quantization import QuantizationConfig
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from steelyard.modifiers.targets import Target
 from steelyard.registry import Registry
 
 __all__ = ["Modifier"]
@@ -25,8 +26,8 @@ class Modifier(BaseModel):
 
     registry: ClassVar[Registry[type[Modifier]]] = Registry("modifier")
 
-    targets: list[str] = Field(default_factory=lambda: ["Linear"])
-    ignore: list[str] = Field(default_factory=list)
+    targets: list[Target] = Field(default_factory=lambda: ["Linear"])
+    ignore: list[Target] = Field(default_factory=list)
 
     @field_validator("targets", "ignore", mode="before")
     @classmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from steelyard.modifiers.base import Modifier
+from steelyard.modifiers.targets import Target
 
 __all__ = ["IMatrixGatherer"]
 
@@ -17,7 +18,7 @@ class IMatrixGatherer(Modifier):
     pass where the scheme alone would need no data.
     """
 
-    ignore: list[str] = Field(default_factory=lambda: ["lm_head"])
+    ignore: list[Target] = Field(default_factory=lambda: ["lm_head"])
 
     @property
     def needs_data(self) -> bool:

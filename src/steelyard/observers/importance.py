@@ -17,6 +17,7 @@ from steelyard.errors import ImportanceError, ImportanceWarning
 from steelyard.kernels.squares import sum_of_squares
 from steelyard.observers.base import Observer
 from steelyard.observers.helpers import flatten_for_calibration
+from steelyard.observers.padding import real_tokens
 
 __all__ = ["ImportanceObserver"]
 
@@ -72,7 +73,10 @@ class ImportanceObserver(Observer):
     def _gather(self, module: torch.nn.Module, args: Any) -> None:
         x = args[0] if isinstance(args, tuple) and args else args
         x = x[0] if isinstance(x, tuple) and x else x
-        if not isinstance(x, torch.Tensor) or x.numel() == 0:
+        if not isinstance(x, torch.Tensor):
+            return
+        x = real_tokens(x, "input")
+        if x.numel() == 0:
             return
         if self._imatrix_sum is None:  # reset while gathering
             self._imatrix_sum = torch.zeros(x.shape[-1], dtype=IMATRIX_PRECISION)

@@ -10,6 +10,7 @@ import torch
 
 from steelyard.errors import DataError
 from steelyard.pipelines.data_files import Row
+from steelyard.pipelines.data_limits import check_numbers
 from steelyard.pipelines.data_sources import Indexed, Source, open_source
 from steelyard.pipelines.data_tokens import RowReader
 
@@ -47,28 +48,30 @@ def load_samples(
     seed: int = 0,
     batch_tokens: int | None = None,
     vocab_size: int | None = None,
+    max_positions: int | None = None,
 ) -> Samples:
     """Take samples from a dataset.
 
     dataset:      a file (.txt, .jsonl, .parquet); the name of a dataset on the hub or a folder,
-                  or a dataset object; a list of texts; token ids (samples, seq), or a list of
-                  lists; mappings with `input_ids` and `attention_mask`; a DataLoader of any of
-                  these. Rows may have a text column, or `messages` for the chat template.
+                  or a dataset object; a DataFrame; a list of texts; token ids (samples, seq), or a
+                  list of lists; mappings with `input_ids` and `attention_mask`; a DataLoader of any
+                  of these. Rows may have a text column, or `messages` for the chat template.
     tokenizer:    called when the first text has to be tokenized
     shuffle:      take rows by a permutation that depends on `seed` only. What cannot be chosen
                   by index (text files, streams, loaders) gives its first samples.
     batch_tokens: fill batches up to this many tokens, whatever `batch_size` says
     vocab_size:   refuse token ids that are not below it
+    max_positions: the longest sample that the model can run; texts are cut to it, and token ids
+                  that max_seq_length leaves longer are refused
     """
-    for name, value in (
-        ("num_calibration_samples", num_calibration_samples),
-        ("max_seq_length", max_seq_length),
-        ("batch_size", batch_size),
-        ("batch_tokens", 1 if batch_tokens is None else batch_tokens),
-    ):
-        if value < 1:
-            raise DataError(f"{name} must be at least 1, got {value}")
-    reader = RowReader(tokenizer, max_seq_length, text_column, vocab_size)
+    check_numbers(
+        num_calibration_samples=num_calibration_samples,
+        max_seq_length=max_seq_length,
+        batch_size=batch_size,
+        batch_tokens=batch_tokens,
+        seed=seed,
+    )
+    reader = RowReader(tokenizer, max_seq_length, text_column, vocab_size, max_positions)
     source = open_source(dataset, split, shuffle, reader)
     by_index = shuffle and isinstance(source, Indexed)
     rows = _shuffled(source, num_calibration_samples, seed) if by_index else iter(source)
@@ -81,12 +84,13 @@ def load_samples(
         _batched(samples, batch_size, batch_tokens),
         len(samples),
         num_tokens,
-        _describe(source, len(samples), num_calibration_samples, num_tokens, empty),
+        _describe(source, len(samples), num_calibration_samples, num_tokens, empty)
+        + _cut(max_seq_length, max_positions),
     )
 
 
 def _shuffled(source: Any, wanted: int, seed: int) -> Iterator[Row]:
-    order = torch.randperm(len(source), generator=torch.Generator().manual_seed(seed))
+    order = torch.randperm(len(source), generator=torch.Generator().manual_seed(int(seed)))
     yield from source.fetch(order[:wanted].tolist())
     for start in range(wanted, len(order), MORE):
         yield from source.fetch(order[start : start + MORE].tolist())
@@ -130,3 +134,9 @@ def _describe(source: Source, taken: int, wanted: int, num_tokens: int, empty: i
     if taken < wanted:
         told += f"; {wanted} were asked for, but it has no more"
     return f"{told}; {empty} empty ones were skipped" if empty else told
+
+
+def _cut(max_seq_length: int, max_positions: int | None) -> str:
+    if max_positions is None or max_seq_length <= max_positions:
+        return ""
+    return f"; texts are cut to the {max_positions} positions of the model, not {max_seq_length}"

@@ -33,7 +33,7 @@ def optional(module: str, purpose: str) -> Any:
 
 
 class TextFile:
-    """Text cut into pieces of max_seq_length tokens, from the start of the file.
+    """Text cut into pieces of `reader.text_length` tokens, from the start of the file.
 
     Paragraphs are not kept apart. Each piece starts with the token that the tokenizer puts before
     a text, if it has one, because models see it there.
@@ -46,7 +46,7 @@ class TextFile:
 
     def __iter__(self) -> Iterator[Row]:
         prefix = self._prefix()
-        length = self._reader.max_seq_length - len(prefix)
+        length = self._reader.text_length - len(prefix)
         ids: list[int] = []
         count = 0
         for block in self._blocks():
@@ -61,7 +61,7 @@ class TextFile:
     def _prefix(self) -> list[int]:
         start = self._reader.encode("")[:1]
         starts = bool(start) and start[0] == self._reader.tokenizer.bos_token_id
-        return start if starts and self._reader.max_seq_length > 1 else []
+        return start if starts and self._reader.text_length > 1 else []
 
     def _blocks(self) -> Iterator[str]:
         """Yield the text in blocks that end where a paragraph does, or else a line or a word."""

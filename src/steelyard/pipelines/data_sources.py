@@ -67,6 +67,20 @@ class Items:
             yield f"{self.name}, sample {index}", self._items[index]
 
 
+class Table:
+    """The rows of a pandas DataFrame, or the values of a Series, by their position."""
+
+    def __init__(self, frame: Any) -> None:
+        self._frame = frame
+
+    def __len__(self) -> int:
+        return len(self._frame)
+
+    def __getitem__(self, index: int) -> Any:
+        row = self._frame.iloc[index]
+        return dict(row.items()) if self._frame.ndim == 2 else row
+
+
 class Stream:
     """Anything that can only be gone through."""
 
@@ -95,7 +109,7 @@ def open_source(dataset: Any, split: str | None, shuffle: bool, reader: RowReade
         return _collection(_pick(dataset, split), "the dataset")
     if split is not None:
         raise DataError(
-            f"split={split!r} goes with a dataset's name or a DatasetDict; a "
+            f"splits={split!r} goes with a dataset's name or a DatasetDict; a "
             f"{type(dataset).__name__} has no splits"
         )
     return _collection(dataset, f"the {type(dataset).__name__}")
@@ -111,6 +125,9 @@ def _collection(dataset: Any, name: str) -> Source:
     if isinstance(dataset, (list, tuple)) and dataset and isinstance(dataset[0], int):
         raise DataError("a list of numbers is one sample: put it into a list of samples")
     kind = type(dataset)
+    if hasattr(kind, "iloc"):  # what pandas takes in brackets is a label
+        dataset = Table(dataset)
+        kind = Table
     by_index = hasattr(kind, "__len__") and hasattr(kind, "__getitem__")
     if by_index and not isinstance(dataset, IterableDataset):
         return Items(dataset, name)
@@ -141,7 +158,7 @@ def _named(dataset: str | Path, split: str | None, shuffle: bool, reader: RowRea
             f"there is no file {shown!r}: give a file, the name of a dataset, or a list of texts"
         )
     if split is not None:
-        raise DataError(f"split={split!r} goes with a dataset's name; {path} is a file")
+        raise DataError(f"splits={split!r} goes with a dataset's name; {path} is a file")
     form = FILES.get(path.suffix.lower())
     if form == "text":
         return TextFile(path, reader)
@@ -185,7 +202,7 @@ def _pick(splits: Mapping[str, Any], split: str | None) -> Any:
 def _only(splits: Sequence[str], name: str) -> str:
     if len(splits) == 1:
         return splits[0]
-    raise DataError(f"{name} has the splits {', '.join(splits) or 'none'}: choose one, split=")
+    raise DataError(f"{name} has the splits {', '.join(splits) or 'none'}: choose one, splits=")
 
 
 def _is_from_datasets(dataset: object) -> bool:

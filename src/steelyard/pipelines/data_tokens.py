@@ -27,12 +27,19 @@ class RowReader:
 
     get_tokenizer: called once, when the first text comes
     vocab_size:    token ids must be below it
+    max_positions: the longest sample that the model can run
     """
 
     get_tokenizer: Callable[[], PreTrainedTokenizerBase]
     max_seq_length: int
     text_column: str = "text"
     vocab_size: int | None = None
+    max_positions: int | None = None
+
+    @property
+    def text_length(self) -> int:
+        """The number of tokens that are kept of a text."""
+        return min(self.max_seq_length, self.max_positions or self.max_seq_length)
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -64,9 +71,9 @@ class RowReader:
         if isinstance(row, Mapping):
             yield from self._mapping(row, where)
         elif row is None or isinstance(row, str):
-            yield torch.tensor(self.encode(row) if row and row.strip() else [], dtype=torch.int64)
+            yield self._text(self.encode(row) if row and row.strip() else [])
         elif isinstance(row, (list, tuple)) and _is_chat(row):
-            yield torch.tensor(self._chat(row, where), dtype=torch.int64)
+            yield self._text(self._chat(row, where))
         elif isinstance(row, (list, tuple)) and row and not _is_number(row[0]):
             if len(row) > 1 and all(isinstance(r, torch.Tensor) and r.ndim > 1 for r in row):
                 raise DataError(
@@ -78,6 +85,9 @@ class RowReader:
         else:
             ids = _tensor(row, where)
             yield from ids if ids.ndim == 2 else (ids,)
+
+    def _text(self, ids: list[int]) -> torch.Tensor:
+        return torch.tensor(ids[: self.text_length], dtype=torch.int64)
 
     def _mapping(self, row: Mapping[Any, Any], where: str) -> Iterator[torch.Tensor]:
         column = next((name for name in self.columns if name in row), None)
@@ -108,6 +118,11 @@ class RowReader:
     def _checked(self, ids: torch.Tensor, where: str) -> torch.Tensor:
         if ids.numel() == 0:
             return ids
+        if self.max_positions is not None and len(ids) > self.max_positions:
+            raise DataError(
+                f"{where}: {len(ids)} tokens are more than the {self.max_positions} positions of "
+                f"the model; pass max_seq_length={self.max_positions} to cut them off"
+            )
         low, high = int(ids.min()), int(ids.max())
         if low < 0:
             raise DataError(

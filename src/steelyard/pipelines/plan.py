@@ -7,24 +7,21 @@ server fuses with one that is left alone) is an error here, not after hours.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from compressed_tensors.utils.match import is_match, match_targets
 from torch.nn import Embedding, Linear, Module
 
 from steelyard.checkpoint.layout import expected_tensors, format_of
 from steelyard.errors import PlanError
-from steelyard.observers.fusion import fused_groups
+from steelyard.modifiers import Modifier
+from steelyard.pipelines.plan_checks import attention_group, errors_of, warnings_of
 
 __all__ = ["Left", "Plan", "Planned", "make_plan"]
-
-# Layers that tensor parallelism cuts along their input.
-_ROW_PARALLEL = ("o_proj", "down_proj", "out_proj", "dense", "w2", "fc2", "wo")
-_PARALLEL = (2, 4, 8)
 
 # For the estimate: seconds per weight and thread by observer, products per second and thread,
 # bytes per second of a disk.
@@ -118,26 +115,34 @@ class Plan:
             names = [left.name for left in self.left if left.reason == reason]
             shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
             lines.append(f"left: {shown} ({reason})")
-        lines.append(
-            f"{self.source_bytes / 1e9:.2f} GB -> {self.output_bytes / 1e9:.2f} GB; about "
-            f"{self.memory / 1e9:.1f} GB of memory and {_duration(self.seconds)}"
-        )
+        if not self.errors:  # else there is no size to tell
+            lines.append(
+                f"{self.source_bytes / 1e9:.2f} GB -> {self.output_bytes / 1e9:.2f} GB; about "
+                f"{self.memory / 1e9:.1f} GB of memory and {_duration(self.seconds)}"
+            )
         lines += [f"warning: {warning}" for warning in self.warnings]
         lines += [f"error: {error}" for error in self.errors]
         return "\n".join(lines)
 
 
-def make_plan(model: Any, config: QuantizationConfig, check_divisibility: bool = True) -> Plan:
-    """Match `config` against the modules of a model, whose weights may be on the meta device."""
+def make_plan(
+    model: Any,
+    config: QuantizationConfig,
+    check_divisibility: bool = True,
+    modifiers: Sequence[Modifier] = (),
+) -> Plan:
+    """Match `config` against the modules of a model, whose weights may be on the meta device.
+
+    check_divisibility: refuse groups and blocks that do not divide a weight
+    modifiers:          those of the recipe that `config` comes from: what it does not hold of them
+                        is checked too, and they may let blocks pass
+    """
     plan = Plan(config)
     targets = {t: s for s in config.config_groups.values() for t in s.targets}
     groups = {id(s): name for name, s in config.config_groups.items()}
-    matched: set[str] = set()
-    modules = dict(model.named_modules())
-    for name, module in modules.items():
+    for name, module in model.named_modules():
         ignored = next((i for i in config.ignore if is_match(name, module, i)), None)
         hits = list(match_targets(name, module, list(targets))) if targets else []
-        matched.update(hits)
         if isinstance(module, (Linear, Embedding)) and hits and ignored is None:
             scheme = targets[hits[0]]
             if scheme.weights is None and scheme.input_activations is None:
@@ -158,27 +163,8 @@ def make_plan(model: Any, config: QuantizationConfig, check_divisibility: bool =
         owner, _, leaf = name.rpartition(".")
         if not (owner in taken and leaf == "weight") and name not in taken:
             plan.small_bytes += size
-    for target in targets:
-        if target not in matched:
-            plan.errors.append(f"the target {target!r} matches no module: look at its spelling")
-    for pattern in config.ignore:
-        if not any(is_match(n, m, pattern) for n, m in modules.items()):
-            plan.warnings.append(f"{pattern!r} in ignore matches no module")
-    if not plan.quantized and not plan.attention:
-        plan.errors.append("nothing would be quantized")
-    stacked = [left for left in plan.left if len(left.shape) > 2]
-    if stacked:
-        share = sum(left.nbytes for left in stacked) / max(plan.source_bytes, 1)
-        plan.warnings.append(
-            f"{len(stacked)} stacked weights such as {stacked[0].name} {stacked[0].shape} are not "
-            f"quantized; they are {share:.0%} of the model"
-        )
-    plan.errors += _tied(model, plan)
-    plan.errors += _half_fused(modules, plan)
-    for planned in plan.quantized:
-        if check_divisibility:
-            plan.errors += _indivisible(planned)
-        plan.warnings += _indivisible_in_parallel(planned)
+    plan.errors += errors_of(plan, model, modifiers, check_divisibility)
+    plan.warnings += warnings_of(plan, model, modifiers)
     return plan
 
 
@@ -200,98 +186,18 @@ def _left(name: str, module: Module, hits: list[str], ignored: str | None) -> It
 
 def _attention_modules(model: Any, config: QuantizationConfig) -> list[str]:
     from compressed_tensors.quantization.lifecycle import initialize
-    from compressed_tensors.utils.match import is_narrow_match
 
     name_now, name_before = "is_cached_attention_module", "is_attention_module"
     known = getattr(initialize, name_now, None) or getattr(initialize, name_before)
-    found = []
-    for name, module in model.named_modules():
-        if not known(module):
-            continue
-        narrow = any(
-            is_match(name, module, t) and is_narrow_match(model, s.targets, name)
-            for s in config.config_groups.values()
-            for t in s.targets
+    return [
+        name
+        for name, module in model.named_modules()
+        if known(module)
+        and (
+            config.kv_cache_scheme is not None
+            or attention_group(model, config, name, module) is not None
         )
-        if config.kv_cache_scheme is not None or narrow:
-            found.append(name)
-    return found
-
-
-def _tied(model: Any, plan: Plan) -> Iterator[str]:
-    tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
-    pairs = {(a.removesuffix(".weight"), b.removesuffix(".weight")) for a, b in tied.items()}
-    quantized = {p.name for p in plan.quantized}
-    for pair in pairs:
-        for name, other in (pair, pair[::-1]):
-            if name in quantized:
-                yield (
-                    f"{name} shares its weight with {other}; add it to ignore, or untie them "
-                    "(tie_word_embeddings=False) and save the model first"
-                )
-
-
-def _half_fused(modules: dict[str, Module], plan: Plan) -> Iterator[str]:
-    quantized = {p.name: p for p in plan.quantized}
-    for group in fused_groups(modules):
-        taken = [name for name in group if name in quantized]
-        missing = [name for name in group if name not in quantized]
-        if taken and missing:
-            yield (
-                f"{', '.join(taken)} would be quantized but {', '.join(missing)} would not, "
-                "and the server fuses them: target them all, or ignore them all"
-            )
-        elif len({quantized[name].group for name in taken}) > 1:
-            yield (
-                f"{', '.join(taken)} belong to different config groups, and the server fuses "
-                "them: give them one"
-            )
-
-
-def _indivisible(planned: Planned) -> Iterator[str]:
-    _, columns = planned.shape
-    for label, args in _args(planned.scheme):
-        if args.strategy in ("group", "tensor_group") and columns % (args.group_size or 1):
-            yield (
-                f"{planned.name}: {columns} columns cannot be cut into {label} groups of "
-                f"{args.group_size}; {_divisors(columns, args.group_size or 1)}, or ignore it"
-            )
-    weights = planned.scheme.weights
-    if weights is not None and weights.strategy == "block":
-        height, width = weights.block_structure
-        if columns % width:
-            yield (
-                f"{planned.name}: {columns} columns cannot be cut into blocks of {height} x "
-                f"{width}; choose another block_structure, or ignore it"
-            )
-
-
-def _indivisible_in_parallel(planned: Planned) -> Iterator[str]:
-    weights = planned.scheme.weights
-    if weights is None:
-        return
-    rows, columns = planned.shape
-    by_input = planned.name.rpartition(".")[2] in _ROW_PARALLEL
-    unit, size = (weights.group_size or 1, columns) if by_input else (1, rows)
-    if weights.strategy == "block":
-        unit = weights.block_structure[1 if by_input else 0]
-    bad = [n for n in _PARALLEL if size % unit == 0 and size % (n * unit)]
-    if bad:
-        side = "columns" if by_input else "rows"
-        yield (
-            f"{planned.name}: {size} {side} do not divide over {bad[0]} processes "
-            f"{f'in units of {unit} ' if unit > 1 else ''}under tensor parallelism"
-        )
-
-
-def _args(scheme: QuantizationScheme) -> list[tuple[str, QuantizationArgs]]:
-    pairs = [("weight", scheme.weights), ("input", scheme.input_activations)]
-    return [(label, args) for label, args in pairs if args is not None]
-
-
-def _divisors(columns: int, wanted: int) -> str:
-    fitting = [g for g in (16, 32, 64, 128, 256) if columns % g == 0 and g != wanted]
-    return f"{', '.join(map(str, fitting))} would fit" if fitting else "use strategy channel"
+    ]
 
 
 def _duration(seconds: float) -> str:

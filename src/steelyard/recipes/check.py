@@ -1,8 +1,9 @@
 """Options to a modifier, or everything that is wrong with them.
 
 A modifier is a pydantic model that holds models of compressed-tensors. Some of their refusals
-are not errors that pydantic collects, and observers are looked up only once the rest is right;
-so what fails is searched for every other problem that it may hide.
+are not errors that pydantic collects, and what stands inside of them (observers, targets, numbers
+of bits) is looked at only once the rest is right; so what fails is searched for every other problem
+that it may hide.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from pydantic import BaseModel, ValidationError
 
-from steelyard.errors import OptionError, UnknownNameError
+from steelyard.errors import OptionError, RecipeError, UnknownNameError
 from steelyard.modifiers import Modifier
 from steelyard.modifiers.quantization.observers import ObserverChoice
+from steelyard.modifiers.quantization.schemes import args_problem, target_problem
 from steelyard.observers import Observer
 from steelyard.recipes.fields import Model, nested_models
 from steelyard.recipes.locate import KeyPath, Problem
@@ -28,17 +30,17 @@ def check_options(
     modifier: type[Modifier], options: Mapping[Any, Any], path: KeyPath
 ) -> Modifier | list[Problem]:
     """Return the modifier that `options` describe, or all problems with them."""
-    observers = list(_observer_problems(modifier, options, path))
+    inside = list(_inner_problems(modifier, options, path))
     try:
         made = modifier.model_validate(options)
     except ValidationError as error:
         collected = error.errors()
-        if observers:  # each told where it stands, not where it was looked up
-            collected = [e for e in collected if not _is_about_an_observer(e)]
-        return told(collected, modifier, options, path) + observers
+        if inside:  # each told where it stands, not where it was looked up
+            collected = [e for e in collected if not _is_told_inside(e)]
+        return told(collected, modifier, options, path) + inside
     except Exception as error:
-        return _blame(modifier, options, path, error) + observers
-    return observers + list(_converted(options, made, path)) or made
+        return _blame(modifier, options, path, error) + inside
+    return inside + list(_converted(options, made, path)) or made
 
 
 # -- errors that pydantic does not collect ----------------------------------------------------
@@ -88,15 +90,16 @@ def _raised(error: Exception, given: Any) -> str:
     return text if isinstance(given, Mapping) else f"{text}, {got(given)}"
 
 
-# -- observers --------------------------------------------------------------------------------
+# -- what stands inside -----------------------------------------------------------------------
 
 
-def _is_about_an_observer(error: Any) -> bool:
-    return isinstance(error.get("ctx", {}).get("error"), (OptionError, UnknownNameError))
+def _is_told_inside(error: Any) -> bool:
+    raised = error.get("ctx", {}).get("error")
+    return isinstance(raised, (OptionError, UnknownNameError, RecipeError))
 
 
-def _observer_problems(model: Model, given: Any, path: KeyPath) -> Iterator[Problem]:
-    """Check every observer that is named inside `given`."""
+def _inner_problems(model: Model, given: Any, path: KeyPath) -> Iterator[Problem]:
+    """Check every observer, target and number of bits inside `given`."""
     for at, nested, value in nested_models(model, given):
         here = (*path, *at)
         if nested is ObserverChoice and isinstance(value, str):
@@ -115,8 +118,27 @@ def _observer_problems(model: Model, given: Any, path: KeyPath) -> Iterator[Prob
                 (*here, "observer"),
                 (*here, "observer_kwargs"),
             )
+            yield from _bits(value, (*here, "num_bits"))
         else:
-            yield from _observer_problems(nested, value, here)
+            if nested is QuantizationScheme and isinstance(value, Mapping):
+                yield from _targets(value.get("targets"), (*here, "targets"))
+            yield from _inner_problems(nested, value, here)
+
+
+def _bits(given: Mapping[Any, Any], path: KeyPath) -> Iterator[Problem]:
+    try:
+        args = QuantizationArgs.model_validate(given)
+    except Exception:  # which is told by whoever validates the whole
+        return
+    if problem := args_problem(args):
+        bits = given.get("num_bits")
+        yield path, problem if type(bits) is int else f"must be {KINDS['int']}, {got(bits)}"
+
+
+def _targets(given: Any, path: KeyPath) -> Iterator[Problem]:
+    for i, target in enumerate(given if isinstance(given, list) else ()):
+        if isinstance(target, str) and (problem := target_problem(target)):
+            yield (*path, i), problem
 
 
 def _observer(name: Any, options: Any, name_at: KeyPath, options_at: KeyPath) -> Iterator[Problem]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
@@ -17,13 +18,19 @@ from compressed_tensors.quantization import (
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 from pydantic import Field, field_validator, model_validator
 
-from steelyard.errors import nearest
+from steelyard.errors import RecipeError, nearest
 from steelyard.modifiers.base import Modifier
 from steelyard.modifiers.quantization.observers import (
     ObserverChoice,
     check_observer,
     with_observers,
 )
+from steelyard.modifiers.quantization.schemes import (
+    args_problem,
+    scheme_problems,
+    shared_target,
+)
+from steelyard.modifiers.targets import Target
 from steelyard.observers import Observer
 
 __all__ = ["QuantizationModifier"]
@@ -36,7 +43,7 @@ class QuantizationModifier(Modifier):
     One of `scheme` and `config_groups` says how; `kv_cache_scheme` may stand alone.
     """
 
-    scheme: str | dict[str, list[str]] | None = Field(
+    scheme: str | dict[str, list[Target]] | None = Field(
         default=None,
         description="a preset of compressed-tensors such as W4A16, or presets with their targets",
     )
@@ -66,6 +73,33 @@ class QuantizationModifier(Modifier):
             return {k: [v] if isinstance(v, str) else v for k, v in value.items()}
         return value
 
+    @field_validator("config_groups")
+    @classmethod
+    def _groups_are_apart(
+        cls, value: dict[str, QuantizationScheme] | None
+    ) -> dict[str, QuantizationScheme] | None:
+        for name, scheme in (value or {}).items():
+            for problem in scheme_problems(scheme):
+                raise RecipeError(f"{name}.{problem}")
+        _refuse_shared({name: scheme.targets for name, scheme in (value or {}).items()})
+        return value
+
+    @field_validator("scheme")
+    @classmethod
+    def _presets_are_apart(
+        cls, value: str | dict[str, list[str]] | None
+    ) -> str | dict[str, list[str]] | None:
+        if isinstance(value, dict):
+            _refuse_shared(value)
+        return value
+
+    @field_validator("kv_cache_scheme")
+    @classmethod
+    def _can_be_stored(cls, value: QuantizationArgs | None) -> QuantizationArgs | None:
+        if value is not None and (problem := args_problem(value)):
+            raise RecipeError(f"num_bits: {problem}")
+        return value
+
     @field_validator("observer")
     @classmethod
     def _names_a_value(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -81,16 +115,39 @@ class QuantizationModifier(Modifier):
     def _says_how(self) -> QuantizationModifier:
         if self.scheme is not None and self.config_groups is not None:
             raise ValueError("give either scheme or config_groups, not both")
-        for one, other in (
-            ("input_observer", "activation_observer"),
-            ("observer", "weight_observer"),
-        ):
-            if getattr(self, one) is not None and getattr(self, other) is not None:
-                raise ValueError(f"{one} and {other} choose for the same value: give one of them")
+        self._refuse_idle_targets()
+        self._refuse_two_observers()
         if self.scheme is None and not self.config_groups and self.kv_cache_scheme is None:
             raise ValueError("give one of scheme, config_groups and kv_cache_scheme")
         self.config  # noqa: B018  # what it refuses is to be refused here
         return self
+
+    def _refuse_idle_targets(self) -> None:
+        if isinstance(self.scheme, str) or self.targets == ["Linear"]:
+            return
+        if isinstance(self.scheme, dict):
+            remedy = "write them behind the presets in scheme"
+        elif self.config_groups is not None:
+            remedy = "write them into the config_groups"
+        else:
+            remedy = "kv_cache_scheme alone has none"
+        raise ValueError(f"targets goes with one preset as the scheme: {remedy}")
+
+    def _refuse_two_observers(self) -> None:
+        chosen = [f"observer.{key}" for key in self.observer or ()]
+        fields = ("weight_observer", "input_observer", "output_observer", "activation_observer")
+        chosen += [name for name in fields if getattr(self, name) is not None]
+        for one, other in (
+            ("input_observer", "activation_observer"),
+            ("output_observer", "activation_observer"),
+            ("observer.weights", "weight_observer"),
+            ("observer.input", "input_observer"),
+            ("observer.input", "activation_observer"),
+            ("observer.output", "output_observer"),
+            ("observer.output", "activation_observer"),
+        ):
+            if one in chosen and other in chosen:
+                raise ValueError(f"{one} and {other} choose for the same value: give one of them")
 
     @cached_property
     def config(self) -> QuantizationConfig:
@@ -114,9 +171,41 @@ class QuantizationModifier(Modifier):
 
     @property
     def needs_data(self) -> bool:
-        if self.config.kv_cache_scheme is not None:
+        cache = self.config.kv_cache_scheme
+        if cache is not None and cache.dynamic is not True:
             return True
         return any(_needs_data(scheme) for scheme in self.config.config_groups.values())
+
+    def idle_observers(self) -> Iterator[str]:
+        """Yield a sentence for every observer that was chosen and will observe nothing."""
+        schemes = self.config.config_groups.values()
+        values = {
+            "weights": [s.weights for s in schemes],
+            "input": [s.input_activations for s in schemes],
+            "output": [s.output_activations for s in schemes],
+        }
+        cache = [self.config.kv_cache_scheme]
+        chosen = {
+            "weight_observer": (self.weight_observer, values["weights"]),
+            "input_observer": (self.input_observer, values["input"]),
+            "output_observer": (self.output_observer, values["output"]),
+            "activation_observer": (
+                self.activation_observer,
+                [*values["input"], *values["output"], *cache],
+            ),
+            **{f"observer.{k}": (v, values[k]) for k, v in (self.observer or {}).items()},
+        }
+        for name, (choice, args) in chosen.items():
+            present = [each for each in args if each is not None]
+            if choice is None or any(each.dynamic is not True for each in present):
+                continue
+            why = (
+                "what it is for gets its scales while serving (dynamic), so nothing is observed; "
+                "for static ones choose a scheme such as FP8, or write config_groups"
+                if present
+                else "the scheme does not quantize what it is for"
+            )
+            yield f"{name} {choice.name!r} has no effect: {why}"
 
     def _choices(self) -> list[ObserverChoice | None]:
         both = self.observer or {}
@@ -135,6 +224,15 @@ class QuantizationModifier(Modifier):
         chosen = self.activation_observer
         return args.model_copy(
             update={"observer": chosen.name, "observer_kwargs": dict(chosen.options)}
+        )
+
+
+def _refuse_shared(targets: dict[str, list[str]]) -> None:
+    if shared := shared_target(targets):
+        one, other, target = shared
+        raise ValueError(
+            f"{one!r} and {other!r} both target {target!r}: let one of them have it, or make the "
+            "targets differ"
         )
 
 

@@ -1,0 +1,321 @@
+"""What cannot work, or not as one may think, when a recipe meets a model: errors and warnings.
+
+Each check yields one sentence per problem, with the module and the remedy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
+from compressed_tensors.utils.match import is_match, is_narrow_match, match_targets
+from torch.nn import Embedding, Module
+
+from steelyard.errors import StrategyError
+from steelyard.modifiers import IMatrixGatherer, Modifier, QuantizationModifier
+from steelyard.observers import Observer
+from steelyard.observers.checks import check_type
+from steelyard.observers.fusion import fused_groups
+from steelyard.observers.helpers import check_strategy
+from steelyard.observers.importance import ImportanceObserver
+
+if TYPE_CHECKING:
+    from steelyard.pipelines.plan import Plan, Planned
+
+__all__ = ["attention_group", "errors_of", "warnings_of"]
+
+# Layers that tensor parallelism cuts along their input.
+_ROW_PARALLEL = ("o_proj", "down_proj", "out_proj", "dense", "w2", "fc2", "wo")
+_PARALLEL = (2, 4, 8)
+
+
+def errors_of(
+    plan: Plan, model: Any, modifiers: Sequence[Modifier], check_divisibility: bool
+) -> Iterator[str]:
+    """Yield what cannot work."""
+    modules = dict(model.named_modules())
+    for target in (t for s in plan.config.config_groups.values() for t in s.targets):
+        if not _matches(modules, target):
+            yield f"the target {target!r} matches no module: look at its spelling"
+    for gatherer in _gatherers(modifiers):
+        for target in gatherer.targets:
+            if not _matches(modules, target):
+                yield (
+                    f"the target {target!r} of IMatrixGatherer matches no module: look at its "
+                    "spelling"
+                )
+    yield from _unstorable(plan)
+    yield from _unsupported_attention(plan, model, modules)
+    if not plan.quantized and not plan.attention:
+        yield "nothing would be quantized"
+    yield from _quantized_token_ids(plan, modules)
+    yield from _tied(model, plan)
+    yield from _half_fused(modules, plan)
+    bypass = any(
+        isinstance(m, QuantizationModifier) and m.bypass_divisibility_checks for m in modifiers
+    )
+    for planned in plan.quantized if check_divisibility else ():
+        yield from _indivisible_groups(planned, bypass)
+        if not bypass:
+            yield from _indivisible_blocks(planned)
+
+
+def warnings_of(plan: Plan, model: Any, modifiers: Sequence[Modifier]) -> Iterator[str]:
+    """Yield what works, but perhaps not as one thinks."""
+    modules = dict(model.named_modules())
+    for pattern in plan.config.ignore:
+        if not _matches(modules, pattern):
+            yield f"{pattern!r} in ignore matches no module"
+    for modifier in modifiers:
+        if isinstance(modifier, QuantizationModifier):
+            yield from modifier.idle_observers()
+    for gatherer in _gatherers(modifiers):
+        if not _feeds_an_observer(gatherer, plan, modules):
+            yield (
+                "IMatrixGatherer gathers for nothing, since no weight that it targets has an "
+                "observer that uses importance: choose optimal or imatrix_mse as the "
+                "weight_observer, or leave it out"
+            )
+    stacked = [left for left in plan.left if len(left.shape) > 2]
+    if stacked:
+        share = sum(left.nbytes for left in stacked) / max(plan.source_bytes, 1)
+        yield (
+            f"{len(stacked)} stacked weights such as {stacked[0].name} {stacked[0].shape} are not "
+            f"quantized; they are {share:.0%} of the model"
+        )
+    yield from _indivisible_in_parallel(plan)
+
+
+# -- matching ---------------------------------------------------------------------------------
+
+
+def _matches(modules: dict[str, Module], pattern: str) -> bool:
+    return any(is_match(name, module, pattern) for name, module in modules.items())
+
+
+def _gatherers(modifiers: Sequence[Modifier]) -> list[IMatrixGatherer]:
+    return [modifier for modifier in modifiers if isinstance(modifier, IMatrixGatherer)]
+
+
+def _feeds_an_observer(gatherer: IMatrixGatherer, plan: Plan, modules: dict[str, Module]) -> bool:
+    for planned in plan.quantized:
+        weights = planned.scheme.weights
+        if weights is None or weights.observer is None:
+            continue
+        observer = Observer.get_value_from_registry(weights.observer)
+        matched = is_match(planned.name, modules[planned.name], gatherer.targets, gatherer.ignore)
+        if issubclass(observer, ImportanceObserver) and matched:
+            return True
+    return False
+
+
+# -- types and strategies ---------------------------------------------------------------------
+
+
+def _unstorable(plan: Plan) -> Iterator[str]:
+    """Ask of every scheme what its observers would ask, before they do."""
+    used = {p.group: p.scheme for p in plan.quantized}
+    for group, scheme in used.items():
+        for base_name, args in _args(scheme):
+            if problem := _refusal(base_name, args):
+                yield f"{base_name} of {group}: {problem}"
+
+
+def _refusal(base_name: str, args: QuantizationArgs) -> str | None:
+    if args.dynamic is True:  # no observer, and compressed-tensors has checked it
+        return None
+    try:
+        check_strategy(base_name, args)
+        check_type(args)
+    except StrategyError as error:
+        return str(error)
+    return None
+
+
+def _args(scheme: QuantizationScheme) -> list[tuple[str, QuantizationArgs]]:
+    pairs = [
+        ("weight", scheme.weights),
+        ("input", scheme.input_activations),
+        ("output", scheme.output_activations),
+    ]
+    return [(label, args) for label, args in pairs if args is not None]
+
+
+def _quantized_token_ids(plan: Plan, modules: dict[str, Module]) -> Iterator[str]:
+    for planned in plan.quantized:
+        embeds = isinstance(modules[planned.name], Embedding)
+        if embeds and planned.scheme.input_activations is not None:
+            yield (
+                f"{planned.name} is an Embedding, and its input, token ids, cannot be quantized: "
+                f"give it a scheme without input_activations, or take it out of {planned.group}"
+            )
+
+
+# -- attention --------------------------------------------------------------------------------
+
+
+def _unsupported_attention(plan: Plan, model: Any, modules: dict[str, Module]) -> Iterator[str]:
+    cache = plan.config.kv_cache_scheme
+    if cache is not None:
+        if problem := _refusal("k", cache):
+            yield f"kv_cache_scheme: {problem}"
+        if not plan.attention:
+            yield (
+                f"kv_cache_scheme: {type(model).__name__} has no attention module with k_proj and "
+                "v_proj whose cache can be quantized; leave it out"
+            )
+    if plan.attention and (problem := _unknown_heads(model)):
+        yield (
+            f"the states of {plan.attention[0]} cannot be quantized: {problem}; leave "
+            f"{'out kv_cache_scheme' if cache is not None else 'attention out of the targets'}"
+        )
+    by_group: dict[str, list[str]] = {}
+    for name in plan.attention:
+        group = attention_group(model, plan.config, name, modules[name])
+        if group is not None:
+            by_group.setdefault(group, []).append(name)
+    for group, names in by_group.items():
+        if problem := _no_scheme_for_attention(plan.config.config_groups[group]):
+            yield f"{group} targets {len(names)} attention modules such as {names[0]}, {problem}"
+
+
+def attention_group(
+    model: Any, config: QuantizationConfig, name: str, module: Module
+) -> str | None:
+    """Return the config group that quantizes the states of an attention module.
+
+    Only a target that matches the module alone does, not one for all that is in it or around it.
+    """
+    groups = {t: group for group, s in config.config_groups.items() for t in s.targets}
+    if not groups or is_match(name, module, config.ignore):
+        return None
+    hits = match_targets(name, module, list(groups))
+    if not hits:
+        return None
+    group = groups[hits[0]]
+    narrow = is_narrow_match(model, config.config_groups[group].targets, name)
+    return group if narrow else None
+
+
+def _unknown_heads(model: Any) -> str | None:
+    """Return why compressed-tensors cannot tell the shape of the states."""
+    from compressed_tensors.utils import get_head_dim, get_num_attn_heads, get_num_kv_heads
+
+    config = model.config.get_text_config()
+    try:
+        get_num_attn_heads(config), get_num_kv_heads(config), get_head_dim(config)
+    except ValueError as error:
+        return str(error).partition(". ")[0]
+    return None
+
+
+def _no_scheme_for_attention(scheme: QuantizationScheme) -> str | None:
+    if scheme.weights is not None:
+        return (
+            "which have no weights of their own: target their projections "
+            "(re:.*self_attn\\.[qkvo]_proj$), or give only input_activations"
+        )
+    if scheme.output_activations is not None or scheme.input_activations is None:
+        return "whose states are quantized by input_activations: give those, and nothing else"
+    return _refusal("q", scheme.input_activations)
+
+
+# -- layers that belong together --------------------------------------------------------------
+
+
+def _tied(model: Any, plan: Plan) -> Iterator[str]:
+    tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    pairs = {(a.removesuffix(".weight"), b.removesuffix(".weight")) for a, b in tied.items()}
+    quantized = {p.name for p in plan.quantized}
+    for pair in pairs:
+        for name, other in (pair, pair[::-1]):
+            if name in quantized:
+                yield (
+                    f"{name} shares its weight with {other}; add it to ignore, or untie them "
+                    "(tie_word_embeddings=False) and save the model first"
+                )
+
+
+def _half_fused(modules: dict[str, Module], plan: Plan) -> Iterator[str]:
+    quantized = {p.name: p for p in plan.quantized}
+    for group in fused_groups(modules):
+        taken = [name for name in group if name in quantized]
+        missing = [name for name in group if name not in quantized]
+        if taken and missing:
+            yield (
+                f"{', '.join(taken)} would be quantized but {', '.join(missing)} would not, "
+                "and the server fuses them: target them all, or ignore them all"
+            )
+        elif len({quantized[name].group for name in taken}) > 1:
+            yield (
+                f"{', '.join(taken)} belong to different config groups, and the server fuses "
+                "them: give them one"
+            )
+
+
+# -- sizes ------------------------------------------------------------------------------------
+
+
+def _indivisible_groups(planned: Planned, bypass: bool) -> Iterator[str]:
+    """compressed-tensors can neither store nor run part of a group, whatever a recipe bypasses."""
+    _, columns = planned.shape
+    useless = "; bypass_divisibility_checks lets blocks pass, but no format has part of a group"
+    for label, args in _args(planned.scheme):
+        grouped = args.strategy in ("group", "tensor_group") and label != "output"
+        if grouped and columns % (args.group_size or 1):
+            yield (
+                f"{planned.name}: {columns} columns cannot be cut into {label} groups of "
+                f"{args.group_size}; {_divisors(columns, args.group_size or 1)}, or ignore it"
+                f"{useless if bypass else ''}"
+            )
+
+
+def _indivisible_blocks(planned: Planned) -> Iterator[str]:
+    _, columns = planned.shape
+    weights = planned.scheme.weights
+    if weights is not None and weights.strategy == "block":
+        height, width = weights.block_structure
+        if columns % width:
+            yield (
+                f"{planned.name}: {columns} columns cannot be cut into blocks of {height} x "
+                f"{width}; choose another block_structure, ignore it, or, if your server takes "
+                "blocks that are cut off, set bypass_divisibility_checks"
+            )
+
+
+def _divisors(columns: int, wanted: int) -> str:
+    fitting = [g for g in (16, 32, 64, 128, 256) if columns % g == 0 and g != wanted]
+    return f"{', '.join(map(str, fitting))} would fit" if fitting else "use strategy channel"
+
+
+def _indivisible_in_parallel(plan: Plan) -> Iterator[str]:
+    """Yield one sentence for all layers that have the same name and the same problem."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for planned in plan.quantized:
+        problem = _uneven_share(planned)
+        if problem is not None:
+            leaf = planned.name.rpartition(".")[2]
+            alike.setdefault((leaf, problem), []).append(planned.name)
+    for (leaf, problem), names in alike.items():
+        others = f" ({len(names)} modules, such as {names[0]})" if len(names) > 1 else ""
+        yield f"{leaf if others else names[0]}: {problem}{others}"
+
+
+def _uneven_share(planned: Planned) -> str | None:
+    weights = planned.scheme.weights
+    if weights is None:
+        return None
+    rows, columns = planned.shape
+    by_input = planned.name.rpartition(".")[2] in _ROW_PARALLEL
+    unit, size = (weights.group_size or 1, columns) if by_input else (1, rows)
+    if weights.strategy == "block":
+        unit = weights.block_structure[1 if by_input else 0]
+    bad = [n for n in _PARALLEL if size % unit == 0 and size % (n * unit)]
+    if not bad:
+        return None
+    side = "columns" if by_input else "rows"
+    return (
+        f"{size} {side} do not divide over {bad[0]} processes "
+        f"{f'in units of {unit} ' if unit > 1 else ''}under tensor parallelism"
+    )
