@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, small_model
+from families import FAMILIES, small_model, token_batches
 from safetensors.torch import load_file, save_file
 from torch.nn import Embedding, Linear
 from torch.testing import assert_close
+from transformers import AutoModelForCausalLM
 
 from steelyard import oneshot
 from steelyard.checkpoint import CheckpointView
@@ -168,6 +169,23 @@ def test_types_of_the_source(dtype: torch.dtype, tmp_path: Path) -> None:
     oneshot(save(tmp_path / "m", tensors), group_32(), None, tmp_path / "q")
     written = read(tmp_path / "q")
     assert written[f"{LAYER}.self_attn.q_proj.weight_scale"].dtype == dtype
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "W4A16"])
+def test_transformers_finds_the_experts_again(scheme: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
+    model = small_model("qwen3_moe", **sizes, moe_intermediate_size=128)
+    model.save_pretrained(tmp_path / "m")
+    oneshot(tmp_path / "m", modifier(scheme), None, tmp_path / "q")
+    loaded, told = AutoModelForCausalLM.from_pretrained(tmp_path / "q", output_loading_info=True)
+    assert not told["missing_keys"] and not told["unexpected_keys"]
+    written = read(tmp_path / "q")
+    name = "model.layers.1.mlp.experts.2.down_proj.weight"
+    assert (name if scheme == "FP8_DYNAMIC" else f"{name}_packed") in written
+    with torch.no_grad():
+        ours, plain = (m(token_batches(9)[0]).logits.flatten().float() for m in (loaded, model))
+    assert float(torch.cosine_similarity(ours, plain, dim=0)) > 0.93
 
 
 # -- sources that hold something else -----------------------------------------------------------

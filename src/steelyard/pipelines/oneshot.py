@@ -25,8 +25,8 @@ from compressed_tensors.quantization import (
 from torch.nn import Module
 
 from steelyard.errors import DataError, PlanError, nearest
-from steelyard.modifiers import QuantizationModifier
 from steelyard.pipelines.data import load_samples
+from steelyard.pipelines.data_limits import check_numbers, learned_positions
 from steelyard.pipelines.identity import identity_of
 from steelyard.pipelines.plan import make_plan
 from steelyard.pipelines.restoring import restored_on_error
@@ -85,8 +85,15 @@ def oneshot(
     started = time.perf_counter()
     _one_of("pipeline", pipeline, PIPELINES)
     _one_of("uncalibrated", uncalibrated, UNCALIBRATED)
+    max_seq_length = 2048 if max_seq_length is None else max_seq_length
+    check_numbers(
+        num_calibration_samples=num_calibration_samples,
+        max_seq_length=max_seq_length,
+        batch_size=batch_size,
+        seed=seed,
+    )
     loaded = load_recipe(recipe)
-    config, check = _config_of(loaded)
+    config = _config_of(loaded)
     streams = _streams(model, loaded, config, pipeline)
     source = (
         Source.from_files(model, model_revision)
@@ -95,7 +102,7 @@ def oneshot(
     )
     if source.shards is not None and output_dir is None and not dry_run:
         raise PlanError("output_dir is missing: where should the checkpoint go?")
-    plan = make_plan(source.model, config, check)
+    plan = make_plan(source.model, config, modifiers=loaded.modifiers)
     if streams and source.shards is not None:
         restack(source.shards, plan)
         plan.budget = budget_of(source.shards, jobs_of(source.shards, plan))
@@ -104,7 +111,7 @@ def oneshot(
     plan.layers = getattr(text_config, "num_hidden_layers", 1)
     plan.hidden = getattr(text_config, "hidden_size", 0)
     if loaded.needs_data:
-        plan.tokens = num_calibration_samples * (max_seq_length or 2048)  # at most
+        plan.tokens = num_calibration_samples * max_seq_length  # at most
     if show_progress or (show_progress is None and sys.stderr.isatty()):
         print(plan, file=sys.stderr)
     result = Result(plan, loaded, model=model if isinstance(model, Module) else None)
@@ -133,13 +140,14 @@ def oneshot(
             dataset,
             tokenizer=lambda: _tokenizer(tokenizer or processor, source),
             num_calibration_samples=num_calibration_samples,
-            max_seq_length=max_seq_length or 2048,
+            max_seq_length=max_seq_length,
             batch_size=batch_size,
             text_column=text_column,
             split=splits,
             shuffle=shuffle_calibration_samples,
             seed=seed,
             vocab_size=getattr(text_config, "vocab_size", None),
+            max_positions=learned_positions(source.model),
         )
         result.notes.append(samples.description)
     identity = None
@@ -177,6 +185,8 @@ def _streams(model: Any, recipe: Recipe, config: QuantizationConfig, pipeline: s
     """Whether the files alone are enough: no data, and no class that only the model knows."""
     if isinstance(model, Module) or recipe.needs_data or pipeline not in ("auto", "datafree"):
         return False
+    if config.kv_cache_scheme is not None:  # attention is a matter of classes
+        return False
     named = [*config.ignore, *(t for s in config.config_groups.values() for t in s.targets)]
     classes = {name for name in named if name[:1].isupper()} - {"Linear", "Embedding"}
     return not classes
@@ -189,7 +199,7 @@ def _apply(model: Module, config: QuantizationConfig) -> None:
     model.apply(disable_quantization)  # until its calibration, a module runs as it is
 
 
-def _config_of(recipe: Recipe) -> tuple[QuantizationConfig, bool]:
+def _config_of(recipe: Recipe) -> QuantizationConfig:
     """Return the one configuration that the recipe's modifiers amount to."""
     quantizing = [m for m in recipe.modifiers if m.quantization_config() is not None]
     if len(quantizing) != 1:
@@ -199,9 +209,7 @@ def _config_of(recipe: Recipe) -> tuple[QuantizationConfig, bool]:
         )
     config = quantizing[0].quantization_config()
     assert config is not None
-    modifier = quantizing[0]
-    bypass = isinstance(modifier, QuantizationModifier) and modifier.bypass_divisibility_checks
-    return config, not bypass
+    return config
 
 
 def _tokenizer(given: Any, source: Source) -> Any:

@@ -125,17 +125,11 @@ class Plan:
         return "\n".join(lines)
 
 
-def make_plan(
-    model: Any,
-    config: QuantizationConfig,
-    check_divisibility: bool = True,
-    modifiers: Sequence[Modifier] = (),
-) -> Plan:
+def make_plan(model: Any, config: QuantizationConfig, modifiers: Sequence[Modifier] = ()) -> Plan:
     """Match `config` against the modules of a model, whose weights may be on the meta device.
 
-    check_divisibility: refuse groups and blocks that do not divide a weight
-    modifiers:          those of the recipe that `config` comes from: what it does not hold of them
-                        is checked too, and they may let blocks pass
+    modifiers: those of the recipe that `config` comes from: what it does not hold of them is
+               checked too, and they may let blocks pass
     """
     plan = Plan(config)
     targets = {t: s for s in config.config_groups.values() for t in s.targets}
@@ -163,7 +157,7 @@ def make_plan(
         owner, _, leaf = name.rpartition(".")
         if not (owner in taken and leaf == "weight") and name not in taken:
             plan.small_bytes += size
-    plan.errors += errors_of(plan, model, modifiers, check_divisibility)
+    plan.errors += errors_of(plan, model, modifiers)
     plan.warnings += warnings_of(plan, model, modifiers)
     return plan
 

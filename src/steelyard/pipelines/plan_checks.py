@@ -5,6 +5,7 @@ Each check yields one sentence per problem, with the module and the remedy.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
 from compressed_tensors.utils.match import is_match, is_narrow_match, match_targets
 from torch.nn import Embedding, Module
 
+from steelyard.checkpoint.layout import format_of
 from steelyard.errors import StrategyError
 from steelyard.modifiers import IMatrixGatherer, Modifier, QuantizationModifier
 from steelyard.observers import Observer
@@ -28,11 +30,10 @@ __all__ = ["attention_group", "errors_of", "warnings_of"]
 # Layers that tensor parallelism cuts along their input.
 _ROW_PARALLEL = ("o_proj", "down_proj", "out_proj", "dense", "w2", "fc2", "wo")
 _PARALLEL = (2, 4, 8)
+_EXPERT = re.compile(r"\.experts\.(\d+\.|\w+$)")
 
 
-def errors_of(
-    plan: Plan, model: Any, modifiers: Sequence[Modifier], check_divisibility: bool
-) -> Iterator[str]:
+def errors_of(plan: Plan, model: Any, modifiers: Sequence[Modifier]) -> Iterator[str]:
     """Yield what cannot work."""
     modules = dict(model.named_modules())
     for target in (t for s in plan.config.config_groups.values() for t in s.targets):
@@ -55,7 +56,7 @@ def errors_of(
     bypass = any(
         isinstance(m, QuantizationModifier) and m.bypass_divisibility_checks for m in modifiers
     )
-    for planned in plan.quantized if check_divisibility else ():
+    for planned in plan.quantized:
         yield from _indivisible_groups(planned, bypass)
         if not bypass:
             yield from _indivisible_blocks(planned)
@@ -84,7 +85,22 @@ def warnings_of(plan: Plan, model: Any, modifiers: Sequence[Modifier]) -> Iterat
             f"{len(stacked)} stacked weights such as {stacked[0].name} {stacked[0].shape} are not "
             f"quantized; they are {share:.0%} of the model"
         )
+    yield from _experts_in_transformers(plan)
     yield from _indivisible_in_parallel(plan)
+
+
+def _experts_in_transformers(plan: Plan) -> Iterator[str]:
+    """Experts that transformers 5, which joins them, does not find again in some schemes."""
+    quantized = [p for p in plan.quantized if _EXPERT.search(p.name)]
+    left = [item for item in plan.left if _EXPERT.search(item.name)]
+    formats = {format_of(p.scheme) for p in quantized or plan.quantized}
+    known = {"float-quantized", "pack-quantized"} if quantized else {"float-quantized"}
+    if (quantized or left) and not formats <= known:
+        yield (
+            f"transformers does not load experts that are {'' if quantized else 'left beside '}"
+            f"{', '.join(sorted(formats - known))}, such as {(quantized or left)[0].name}: it "
+            "would start them anew; what is stored is right"
+        )
 
 
 # -- matching ---------------------------------------------------------------------------------
