@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import re
-import stat
 import weakref
 from collections.abc import Iterator
 from contextlib import suppress
@@ -28,15 +26,13 @@ from steelyard.checkpoint.header import (
     show,
     unreadable,
 )
+from steelyard.checkpoint.other_files import entries, other_files
 from steelyard.errors import CheckpointError
 
 __all__ = ["DTYPE_NAMES", "INDEX", "SINGLE", "Shards", "TensorInfo"]
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
-_NOT_MODEL = {".git", ".cache"}  # what git and the hub's downloader leave beside a model
-_SHARED_BLOB = re.compile(r"[0-9a-f]{2}/[0-9a-f]{64}")  # in the store that cached models share
 PIECE = 1 << 22
 
 
@@ -63,7 +59,7 @@ class Shards:
                 f"{self.folder} is not a folder; give the path of a downloaded checkpoint, "
                 "for instance what `hf download` prints"
             )
-        present = [path for path in _entries(self.folder) if path.name.endswith(".safetensors")]
+        present = [path for path in entries(self.folder) if path.name.endswith(".safetensors")]
         index = _read_index(self.folder)
         if index is not None:
             self.files = sorted({self.folder / file for file in index.values()})
@@ -222,25 +218,6 @@ class Shards:
         self.close()
 
 
-def other_files(folder: Path) -> list[Path]:
-    """Return the files of a folder that are not weights, relative to it.
-
-    These are copied, so a link must stay in the folder or in the hub's cache. One that leads to
-    a folder is not followed: inside, its files are listed where they are.
-    """
-    root = folder.resolve()
-    found, pending = [], [folder]
-    while pending:
-        for path in _entries(pending.pop()):
-            if path.name in _NOT_MODEL:
-                continue
-            if stat.S_ISDIR(mode_of(path)):
-                pending.append(path)
-            elif not _is_weights(path) and _can_be_copied(path, root):
-                found.append(path.relative_to(folder))
-    return sorted(found)
-
-
 def _memory(nbytes: int) -> torch.Tensor:
     """Return bytes to read into; in large pages, since entering small ones costs like reading."""
     if nbytes < PIECE or not hasattr(mmap, "MADV_HUGEPAGE"):
@@ -254,60 +231,6 @@ def _memory(nbytes: int) -> torch.Tensor:
 def _close_all(handles: dict[Path, int]) -> None:
     while handles:
         os.close(handles.popitem()[1])
-
-
-def _is_weights(path: Path) -> bool:
-    name = path.name.removesuffix(".index.json")
-    return name.endswith(_WEIGHTS)
-
-
-def _entries(folder: Path) -> list[Path]:
-    try:
-        return sorted(folder.iterdir())
-    except OSError as error:
-        raise unreadable(folder, error) from error
-
-
-def _can_be_copied(path: Path, root: Path) -> bool:
-    """Whether it is a file; what must not be copied, or cannot, is an error.
-
-    root: the folder of the checkpoint, resolved
-    """
-    try:
-        target = path.resolve(strict=True)
-        mode = target.stat().st_mode
-    except (OSError, RuntimeError) as error:
-        raise unreadable(path, error) from error
-    if path.is_symlink() and not (target.is_relative_to(root) or _is_cached(target, root)):
-        raise CheckpointError(
-            f"{path} is a link to {target}, outside the checkpoint, and would be copied; put the "
-            "file in the link's place if it belongs to the model, else remove the link"
-        )
-    if stat.S_ISDIR(mode):
-        return False
-    if not stat.S_ISREG(mode):  # to leave it out silently would hide that something is amiss
-        raise CheckpointError(
-            f"{path} is a pipe, a socket or a device, which no model needs; remove it"
-        )
-    if not os.access(path, os.R_OK):
-        raise CheckpointError(f"{path} cannot be read; change its permissions, or remove it")
-    return True
-
-
-def _is_cached(target: Path, root: Path) -> bool:
-    """Whether it is a blob of the cached model that `root` is a snapshot of.
-
-    The hub's cache has models--x--y/snapshots/<revision>/<file>, a link into models--x--y/blobs,
-    where newer versions keep a link to blobs/<2 digits>/<hash> beside models--x--y. If `blobs` is
-    itself a link, it may have come with the checkpoint and lead anywhere: that does not count.
-    """
-    for snapshots in (folder for folder in root.parents if folder.name == "snapshots"):
-        own, shared = snapshots.parent / "blobs", snapshots.parent.parent / "blobs"
-        if target.parent == own:
-            return True
-        if shared in target.parents and _SHARED_BLOB.fullmatch(str(target.relative_to(shared))):
-            return True
-    return False
 
 
 def _read_index(folder: Path) -> dict[str, str] | None:
@@ -352,7 +275,7 @@ def _check_place(index: Path, name: str, file: object) -> None:
 
 
 def _no_weights(folder: Path) -> str:
-    pickled = [path.name for path in _entries(folder) if path.name.endswith(".bin")]
+    pickled = [path.name for path in entries(folder) if path.name.endswith(".bin")]
     if not pickled:
         return f"{folder} holds no *.safetensors; is this the folder of a model?"
     return (

@@ -15,13 +15,14 @@ import fcntl
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from steelyard.errors import CheckpointError
 
-__all__ = ["WorkFolder", "sync", "write_in_one_step"]
+__all__ = ["WorkFolder", "differences", "sync", "write_in_one_step"]
 
 _FORMAT = 1
 
@@ -170,3 +171,19 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def differences(before: dict[str, Any], now: dict[str, Any], path: str = "") -> Iterator[str]:
+    """Yield what differs between two identities, by name."""
+    for key in {**before, **now}:
+        name = f"{path}{key}"
+        first, second = before.get(key), now.get(key)
+        if isinstance(first, dict) and isinstance(second, dict):
+            yield from differences(first, second, f"{name}: ")
+        elif first != second:
+            yield f"{name} was {_short(first)}, and is {_short(second)}"
+
+
+def _short(value: Any) -> str:
+    text = "absent" if value is None else str(value).strip()
+    return text if len(text) <= 60 else f"{text[:57]}..."

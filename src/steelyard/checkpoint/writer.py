@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
@@ -26,9 +26,10 @@ from compressed_tensors.base import (
 )
 from compressed_tensors.quantization import QuantizationConfig
 
+from steelyard.checkpoint.other_files import other_files
 from steelyard.checkpoint.shard_file import ShardFile, is_whole
-from steelyard.checkpoint.shards import INDEX, SINGLE, Shards, other_files
-from steelyard.checkpoint.work import WorkFolder, sync
+from steelyard.checkpoint.shards import INDEX, SINGLE, Shards
+from steelyard.checkpoint.work import WorkFolder, differences, sync
 from steelyard.errors import CalibrationError, CheckpointError, SteelyardError
 
 __all__ = ["CheckpointWriter", "quantization_config_dict"]
@@ -142,7 +143,7 @@ class CheckpointWriter:
             self.work.clear()
             self.partial.mkdir()
             return
-        changed = list(_differences(journal["identity"], self.identity or {}))
+        changed = list(differences(journal["identity"], self.identity or {}))
         if changed:
             listed = "\n".join(f"  - {line}" for line in changed)
             raise CheckpointError(
@@ -343,22 +344,6 @@ class CheckpointWriter:
 
 def _final(position: int, count: int) -> str:
     return SINGLE if count == 1 else f"model-{position + 1:05d}-of-{count:05d}.safetensors"
-
-
-def _differences(before: dict[str, Any], now: dict[str, Any], path: str = "") -> Iterator[str]:
-    """Yield what differs between two identities, by name."""
-    for key in {**before, **now}:
-        name = f"{path}{key}"
-        first, second = before.get(key), now.get(key)
-        if isinstance(first, dict) and isinstance(second, dict):
-            yield from _differences(first, second, f"{name}: ")
-        elif first != second:
-            yield f"{name} was {_short(first)}, and is {_short(second)}"
-
-
-def _short(value: Any) -> str:
-    text = "absent" if value is None else str(value).strip()
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def quantization_config_dict(config: QuantizationConfig) -> dict[str, Any]:

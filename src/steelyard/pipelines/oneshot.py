@@ -28,11 +28,11 @@ from steelyard.errors import DataError, PlanError, nearest
 from steelyard.pipelines.data import load_samples
 from steelyard.pipelines.data_limits import check_numbers, learned_positions
 from steelyard.pipelines.identity import identity_of
-from steelyard.pipelines.plan import make_plan
+from steelyard.pipelines.plan import Left, Plan, make_plan
 from steelyard.pipelines.restoring import restored_on_error
 from steelyard.pipelines.result import Result
 from steelyard.pipelines.run import Run
-from steelyard.pipelines.saving import Output, note_unknown, save_as_quantized
+from steelyard.pipelines.saving import Output, save_as_quantized
 from steelyard.pipelines.source import Source
 from steelyard.pipelines.streaming import budget_of, jobs_of, restack
 from steelyard.recipes import Recipe, load_recipe
@@ -106,7 +106,7 @@ def oneshot(
     if streams and source.shards is not None:
         restack(source.shards, plan)
         plan.budget = budget_of(source.shards, jobs_of(source.shards, plan))
-    note_unknown(plan, source)
+    _note_unknown(plan, source)
     text_config = source.model.config.get_text_config()
     plan.layers = getattr(text_config, "num_hidden_layers", 1)
     plan.hidden = getattr(text_config, "hidden_size", 0)
@@ -190,6 +190,16 @@ def _streams(model: Any, recipe: Recipe, config: QuantizationConfig, pipeline: s
     named = [*config.ignore, *(t for s in config.config_groups.values() for t in s.targets)]
     classes = {name for name in named if name[:1].isupper()} - {"Linear", "Embedding"}
     return not classes
+
+
+def _note_unknown(plan: Plan, source: Source) -> None:
+    """List the tensors of the files that the model class does not know: they are copied."""
+    for name in source.unknown():
+        assert source.shards is not None
+        info = source.shards.info(name)
+        plan.source_bytes += info.nbytes
+        reason = f"no part of {type(source.model).__name__}, copied"
+        plan.left.append(Left(name.removesuffix(".weight"), info.shape, info.nbytes, reason))
 
 
 def _apply(model: Module, config: QuantizationConfig) -> None:

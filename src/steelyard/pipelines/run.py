@@ -13,23 +13,27 @@ from typing import Any
 import torch
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from compressed_tensors.utils.match import is_match
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch.nn import Module
 
 from steelyard.calibration import Calibration
 from steelyard.calibration.lifecycle import observed_tokens
-from steelyard.checkpoint.work import sync
 from steelyard.errors import CalibrationError, PipelineError
 from steelyard.modifiers import IMatrixGatherer
 from steelyard.observers.importance import ImportanceObserver
 from steelyard.pipelines.data import Samples
 from steelyard.pipelines.progress import progress
 from steelyard.pipelines.result import ModuleResult, Result
-from steelyard.pipelines.saving import Output, weight_error
-from steelyard.pipelines.sequential import Batch, LayerSequence, decoder_layers
+from steelyard.pipelines.saving import Output
+from steelyard.pipelines.sequential import (
+    Batch,
+    LayerSequence,
+    decoder_layers,
+    load_hidden,
+    save_hidden,
+)
 from steelyard.pipelines.source import Source, computing_in, fast_dtype
 from steelyard.pipelines.streaming import Stream
+from steelyard.pipelines.weight_errors import weight_error
 
 __all__ = ["Run"]
 
@@ -105,7 +109,9 @@ class Run:
             ):
                 batches = sequence.start(self._batches(samples), advance)
             if self.done:
-                self._load_hidden(batches)
+                assert self.output.writer is not None
+                work = self.output.writer.work.path
+                load_hidden(batches, work / f"hidden-{self.done}.safetensors")
                 advance(self.done * len(batches))
             for index, layer in enumerate(layers):
                 if index < self.done:
@@ -199,20 +205,12 @@ class Run:
         started = time.monotonic()
         path = writer.work.path / f"hidden-{self.done}.safetensors"
         if batches is not None:
-            save_file({str(i): b.hidden.contiguous() for i, b in enumerate(batches)}, path)
-            sync(path)
+            save_hidden(batches, path)
         writer.mark(self.state())
         for old in writer.work.path.glob("hidden-*.safetensors"):
             if old != path:
                 old.unlink()
         self._mark_cost = time.monotonic() - started
-
-    def _load_hidden(self, batches: list[Batch]) -> None:
-        assert self.output.writer is not None
-        path = self.output.writer.work.path / f"hidden-{self.done}.safetensors"
-        with safe_open(path, "pt") as file:
-            for i, batch in enumerate(batches):
-                batch.hidden = file.get_tensor(str(i))
 
     # -- one module -------------------------------------------------------------------------
 

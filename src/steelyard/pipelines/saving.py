@@ -7,7 +7,6 @@ as it is, also tensors that the model class does not know.
 from __future__ import annotations
 
 import contextlib
-import json
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
@@ -27,31 +26,12 @@ from steelyard.checkpoint import (
     validate_checkpoint,
 )
 from steelyard.errors import CheckpointInvalid, PipelineError
-from steelyard.kernels.pack import squared_error
-from steelyard.kernels.squares import sum_of_squares
 from steelyard.observers.fusion import fused_groups
-from steelyard.pipelines.plan import Left, Plan
+from steelyard.pipelines.plan import Plan
 from steelyard.pipelines.source import Source
+from steelyard.pipelines.weight_errors import relative_error
 
-__all__ = ["Output", "note_unknown", "relative_error", "save_as_quantized", "weight_error"]
-
-
-def weight_error(module: Module) -> float | None:
-    """Return the squared error of the stored weight over the weight's sum of squares."""
-    scheme: Any = module.quantization_scheme
-    if scheme.weights is None or not isinstance(getattr(module, "weight", None), torch.Tensor):
-        return None
-    weight: torch.Tensor = module.weight.data  # type: ignore[assignment]
-    zero_point = None if scheme.weights.symmetric else module.weight_zero_point
-    global_scale = getattr(module, "weight_global_scale", None)
-    noise = squared_error(weight, module.weight_scale, zero_point, scheme.weights, global_scale)  # type: ignore[arg-type]
-    return relative_error(noise, weight)
-
-
-def relative_error(noise: float, weight: torch.Tensor) -> float:
-    """Return a squared error over the weight's sum of squares."""
-    signal = float(sum_of_squares(weight).sum(dtype=torch.float64))
-    return noise / signal if signal else 0.0
+__all__ = ["Output", "save_as_quantized"]
 
 
 class Output:
@@ -79,7 +59,7 @@ class Output:
         if folder is None:
             yield cls(source, None, tokenizer)
             return
-        origin = _origin(source)
+        origin = source.origin
         with CheckpointWriter(
             folder, overwrite=overwrite, source=origin, identity=identity, resume=resume
         ) as writer:
@@ -197,10 +177,9 @@ class Output:
             self.writer.mark(progress or {})
             self.writer.carry(shards)
             self._carry_tokenizer()
-            content = json.loads((shards.folder / "config.json").read_text(encoding="utf-8"))
         else:
             self._carry_from_model()
-            content = _config_of(self.source)
+        content = self.source.config()
         groups = {
             name: scheme.model_copy(update={"format": format_of(scheme)})
             for name, scheme in config.config_groups.items()
@@ -261,7 +240,7 @@ class Output:
         """Write what belongs to a model beside its weights: that of its folder, else its own."""
         assert self.writer is not None
         model = self.source.model
-        origin = _origin(self.source)
+        origin = self.source.origin
         if origin is not None and (origin / "config.json").is_file():
             self.writer.carry_files(origin)
         generation = getattr(model, "generation_config", None)
@@ -282,33 +261,6 @@ class Output:
         with tempfile.TemporaryDirectory() as temporary:
             self.tokenizer.save_pretrained(temporary)
             self.writer.carry_files(Path(temporary))
-
-
-def note_unknown(plan: Plan, source: Source) -> None:
-    """List the tensors of the files that the model class does not know: they are copied."""
-    for name in source.unknown():
-        assert source.shards is not None
-        info = source.shards.info(name)
-        plan.source_bytes += info.nbytes
-        reason = f"no part of {type(source.model).__name__}, copied"
-        plan.left.append(Left(name.removesuffix(".weight"), info.shape, info.nbytes, reason))
-
-
-def _origin(source: Source) -> Path | None:
-    """Return the folder that the model is read from, or was."""
-    if source.shards is not None:
-        return source.shards.folder
-    folder = Path(getattr(source.model, "name_or_path", "") or "")
-    return folder if str(folder) != "." and folder.is_dir() else None
-
-
-def _config_of(source: Source) -> dict[str, Any]:
-    """Return what config.json says of a loaded model, as it is now."""
-    model = source.model
-    content: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
-    content["architectures"] = content.get("architectures") or [type(model).__name__]
-    content["dtype"] = str(source.dtype).removeprefix("torch.")
-    return content
 
 
 def save_as_quantized(

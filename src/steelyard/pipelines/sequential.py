@@ -14,14 +14,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch.nn import Module, ModuleList
 
+from steelyard.checkpoint.work import sync
 from steelyard.errors import PipelineError
 
-__all__ = ["LayerSequence", "decoder_layers"]
+__all__ = ["LayerSequence", "decoder_layers", "load_hidden", "save_hidden"]
 
 
 @dataclass
@@ -189,6 +193,18 @@ class LayerSequence:
         if isinstance(value, dict):
             return {k: self._share(v) for k, v in value.items()}
         return value
+
+
+def save_hidden(batches: list[Batch], path: Path) -> None:
+    """Write what flows into the next layer; it is on the disk when this returns."""
+    save_file({str(i): batch.hidden.contiguous() for i, batch in enumerate(batches)}, path)
+    sync(path)
+
+
+def load_hidden(batches: list[Batch], path: Path) -> None:
+    with safe_open(path, "pt") as file:
+        for i, batch in enumerate(batches):
+            batch.hidden = file.get_tensor(str(i)).to(batch.hidden.device)
 
 
 def _split(

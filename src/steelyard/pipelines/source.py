@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,23 @@ class Source:
         """Open a folder, or a name on the hub, without asking for its model class."""
         view = CheckpointView(_folder(model, revision))
         return cls(FilesModel(view), view, {name: name for name in view.names()})
+
+    @property
+    def origin(self) -> Path | None:
+        """The folder that the model is read from, or was."""
+        if self.shards is not None:
+            return self.shards.folder
+        folder = Path(getattr(self.model, "name_or_path", "") or "")
+        return folder if str(folder) != "." and folder.is_dir() else None
+
+    def config(self) -> dict[str, Any]:
+        """Return what config.json says: that of the files, or of the loaded model as it is now."""
+        if self.shards is not None:
+            return dict(self.shards.config)
+        content: dict[str, Any] = json.loads(self.model.config.to_json_string(use_diff=False))
+        content["architectures"] = content.get("architectures") or [type(self.model).__name__]
+        content["dtype"] = str(self.dtype).removeprefix("torch.")
+        return content
 
     @property
     def dtype(self) -> torch.dtype:

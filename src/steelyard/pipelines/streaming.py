@@ -22,7 +22,7 @@ from steelyard.observers.fusion import fused_groups
 from steelyard.pipelines.plan import Plan, Planned
 from steelyard.pipelines.progress import progress
 from steelyard.pipelines.result import ModuleResult
-from steelyard.pipelines.saving import relative_error
+from steelyard.pipelines.weight_errors import relative_error
 
 __all__ = ["Job", "Stream", "budget_of", "jobs_of", "quantize", "restack"]
 

@@ -1,0 +1,31 @@
+"""How far a stored weight is from the weight."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+from steelyard.kernels.pack import squared_error
+from steelyard.kernels.squares import sum_of_squares
+
+__all__ = ["relative_error", "weight_error"]
+
+
+def weight_error(module: Module) -> float | None:
+    """Return the squared error of the stored weight over the weight's sum of squares."""
+    scheme: Any = module.quantization_scheme
+    if scheme.weights is None or not isinstance(getattr(module, "weight", None), torch.Tensor):
+        return None
+    weight: torch.Tensor = module.weight.data  # type: ignore[assignment]
+    zero_point = None if scheme.weights.symmetric else module.weight_zero_point
+    global_scale = getattr(module, "weight_global_scale", None)
+    noise = squared_error(weight, module.weight_scale, zero_point, scheme.weights, global_scale)  # type: ignore[arg-type]
+    return relative_error(noise, weight)
+
+
+def relative_error(noise: float, weight: torch.Tensor) -> float:
+    """Return a squared error over the weight's sum of squares."""
+    signal = float(sum_of_squares(weight).sum(dtype=torch.float64))
+    return noise / signal if signal else 0.0
