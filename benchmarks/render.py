@@ -79,25 +79,34 @@ def negative_scales_table(found: dict) -> str:
 
 
 def serving_table(found: dict) -> str:
+    versions = found["versions"]
+    layers = ["off", "off with vLLM's rounding", "off, weight scale doubled"]
+    layers.append("off, input scale doubled")
     lines = [
-        f"{found['model']} in {found['dtype']}, vLLM {found['versions']['vllm']} and transformers "
-        f"{found['versions']['transformers']}. Log-probabilities of {found['evaluated']}; mean / "
-        "largest difference.",
+        f"{found['model']} in {found['dtype']}; vLLM {versions['vllm']}, transformers "
+        f"{versions['transformers']}, compressed-tensors {versions['compressed-tensors']}. The "
+        f"worst of {found['results'][0]['layers']['count']} layers on {found['layers on']}, then "
+        f"log-probabilities of {found['evaluated']}, mean / largest difference.",
         "",
-        "| scheme | vLLM from transformers | transformers from its fp32 | one scale doubled "
-        "| vLLM's kernel |",
-        "|---|---|---|---|---|",
+        "| scheme | worst layer | with vLLM's rounding | weight scale doubled "
+        "| input scale doubled | log-probabilities | rounding alone | scales doubled |",
+        "|---|---|---|---|---|---|---|---|",
     ]
+    kernels: dict[str, list[str]] = {}
     for r in found["results"]:
         if "error" in r:
-            reason = r["error"].splitlines()[0]
-            lines.append(f"| {r['scheme']} | not served: {reason} | | | |")
+            lines.append(f"| {r['scheme']} | not served | | | | | | |")
+            kernels.setdefault(r["error"].partition(". ")[0], []).append(r["scheme"])
             continue
-        cells = [
+        kernels.setdefault(", ".join(r["kernels"]), []).append(r["scheme"])
+        cells = [f"{r['layers'][c]:.2%}" if c in r["layers"] else "" for c in layers]
+        cells += [
             f"{r[column]['mean']:.4f} / {r[column]['max']:.3f}" if column in r else ""
             for column in ("difference", "rounding", "damaged")
         ]
-        lines.append(f"| {r['scheme']} | {' | '.join(cells)} | {', '.join(r['kernels'])} |")
+        lines.append(f"| {r['scheme']} | {' | '.join(cells)} |")
+    lines.append("")
+    lines += [f"- {kernel}: {'; '.join(schemes)}." for kernel, schemes in kernels.items()]
     return "\n".join(lines)
 
 

@@ -1,15 +1,18 @@
 """Does vLLM serve what was written as it was meant?
 
 A checkpoint that loads proves little: a server that misread a scale would still generate. This
-quantizes a model from its folder with every scheme that vLLM serves on a CPU, and compares the
-log-probability of each token of held-out text, as vLLM gives it, with that of transformers on the
-same checkpoint in the same type.
+quantizes a model from its folder with every scheme that vLLM serves on a CPU, and compares vLLM
+with transformers and compressed-tensors on the same checkpoint in two ways:
+
+- layer by layer: what each linear layer made of the input that it had while serving, beside what
+  compressed-tensors makes of that input in fp32;
+- as a whole: the log-probability of each token of held-out text, in the same type. Here rounding
+  flips codes of quantized activations, and the layers behind amplify it, so it shows less.
 
     python benchmarks/serving.py MODEL --server PYTHON [--text FILE] [--json FILE]
 
-PYTHON is that of an environment with vLLM, which need not share one with Steelyard. Two numbers
-stand beside each difference: what the engines differ by on the model before quantization, and what
-a wrong scale would do, which is what vLLM serves after one layer's scale was doubled.
+PYTHON is that of an environment with vLLM, which need not share one with Steelyard. Beside each
+difference stands what a wrong scale does: vLLM also serves a copy in which one was doubled.
 """
 
 from __future__ import annotations
@@ -25,13 +28,16 @@ import sys
 import tempfile
 import warnings
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
 SAMPLES, SAMPLE_LENGTH = 64, 256  # to calibrate with
 PROMPTS, LENGTH = 8, 128  # to compare on
+ROWS = 2 * LENGTH  # to compare layers on
 DENSE = "not quantized"
 DAMAGED = " damaged"
+FORMAT = {"format": "pt"}
 ENGINE = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -58,12 +64,40 @@ def kernels_of(model) -> list[str]:
     return sorted(found)
 
 
-def run_engine(folder: str, dtype: str, tokens: list[list[int]]) -> dict:
-    """Serve a checkpoint; return the log-probability of every token but the first of a row."""
+def watch(model, seen: dict) -> None:
+    """Let each linear layer of the decoder leave in `seen` what it is first given, and returns.
+
+    A layer that vLLM fused is told apart again, under the names of the checkpoint.
+    """
+    for name, module in model.named_modules():
+        if not name.endswith("_proj"):
+            continue
+        parent, _, last = name.rpartition(".")
+        parts = [f"{parent}.{part}" for part in model.packed_modules_mapping.get(last, [last])]
+
+        def keep(module, given, returned, parts=parts) -> None:
+            if parts[0] in seen:
+                return
+            x, y = given[0][:ROWS].clone(), returned[0][:ROWS].clone()
+            sizes = module.output_partition_sizes if len(parts) > 1 else [y.shape[-1]]
+            for part, piece in zip(parts, y.split(sizes, dim=-1), strict=True):
+                seen[part] = x, piece
+
+        module.register_forward_hook(keep)
+
+
+def run_engine(folder: str, layers: str, dtype: str, tokens: list[list[int]]) -> dict:
+    """Serve a checkpoint; return the log-probability of every token but the first of a row.
+
+    What the layers were given and returned is written to the file `layers`.
+    """
     os.environ.update(ENGINE)
+    import torch
     from vllm import LLM, SamplingParams, __version__
 
     llm = LLM(folder, dtype=dtype, enforce_eager=True, max_model_len=2 * LENGTH)
+    seen: dict = {}
+    llm.apply_model(partial(watch, seen=seen))
     wanted = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
     answers = llm.generate([{"prompt_token_ids": row} for row in tokens], wanted, use_tqdm=False)
     found = [
@@ -71,8 +105,9 @@ def run_engine(folder: str, dtype: str, tokens: list[list[int]]) -> dict:
         for row, answer in zip(tokens, answers, strict=True)
         for i in range(1, len(row))
     ]
+    torch.save(seen, layers)
     kernels = llm.apply_model(kernels_of)[0]
-    return {"logprobs": found, "kernels": kernels, "version": __version__}
+    return {"logprobs": found, "layers": layers, "kernels": kernels, "version": __version__}
 
 
 def serve(asked: str, answered: str) -> None:
@@ -82,7 +117,8 @@ def serve(asked: str, answered: str) -> None:
     # an engine leaves much behind, so each has a process of its own
     with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
         for name, folder in question["folders"].items():
-            run = pool.submit(run_engine, folder, question["dtype"], question["tokens"])
+            layers = f"{answered}.{len(answers)}"
+            run = pool.submit(run_engine, folder, layers, question["dtype"], question["tokens"])
             try:
                 answers[name] = run.result()
             except Exception as error:  # the table says which one, and why
@@ -157,37 +193,125 @@ def tokens_for(model: Path, text: Path | None):
     return parts[0], parts[1]
 
 
-def logprobs_of(folder: Path, dtype: str, tokens) -> list[float]:
+def logprobs_of(model, tokens) -> list[float]:
     """Return what transformers gives, as `run_engine` does for vLLM."""
     import torch
-    from transformers import AutoModelForCausalLM
 
-    with contextlib.redirect_stderr(io.StringIO()), torch.no_grad():  # bars are drawn there
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    with torch.no_grad():
         logits = torch.cat([model(row[None]).logits for row in tokens]).float()
     chosen = logits.log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None])
     return chosen.flatten().tolist()
 
 
+def rounded_as_vllm_does(x, layer):
+    """Return the inputs of a layer with vLLM's rounding, where it has a way of its own.
+
+    The checkpoint leaves the scale of dynamic activations to the server. compressed-tensors takes
+    the largest magnitude / 127.5. vLLM's int8 kernel takes it / 127, and the kernel that it has for
+    int4 weights on a CPU quantizes asymmetrically, whatever the checkpoint says.
+    """
+    from compressed_tensors.quantization import fake_quantize
+    from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
+
+    scheme = getattr(layer, "quantization_scheme", None)
+    args = scheme.input_activations if scheme else None
+    if args is None or not args.dynamic or args.type != "int":
+        return None
+    if scheme.weights.num_bits == 4:
+        args = args.model_copy(update={"symmetric": False})
+    scale, zero_point = compute_dynamic_scales_and_zp(x, args, layer)
+    if args.symmetric:
+        scale = scale * (127.5 / 127)
+    return fake_quantize(x, scale, zero_point, args)
+
+
+def layer_errors(model, file: str) -> tuple[dict[str, float], dict[str, float]]:
+    """Return how far vLLM's layers are off: |y - expected| / |expected|, the mean over tokens.
+
+    `model` is the checkpoint in fp32, decompressed. The second is the same with vLLM's rounding of
+    the inputs, for the layers where that is another.
+    """
+    import torch
+    from torch.nn.functional import linear
+
+    seen = torch.load(file)
+    if missed := {n for n, _ in model.named_modules() if n.endswith("_proj")} ^ seen.keys():
+        raise SystemExit(f"not in both engines: {sorted(missed)}")
+
+    def off(y, expected) -> float:
+        distance = (y - expected).norm(dim=-1)
+        ratio = (distance / expected.norm(dim=-1)).masked_fill(distance == 0, 0)
+        return float(ratio.nan_to_num(nan=float("inf")).mean())  # max() would pass over a NaN
+
+    plain, adapted = {}, {}
+    with torch.no_grad():
+        for name, (x, y) in seen.items():
+            layer, x = model.get_submodule(name), x.float()[None]  # (1, tokens, features)
+            plain[name] = off(y.float(), layer(x)[0])
+            if (rounded := rounded_as_vllm_does(x, layer)) is not None:
+                adapted[name] = off(y.float(), linear(rounded, layer.weight, layer.bias)[0])
+    return plain, adapted
+
+
+def scales_to_double(layers: int) -> dict[str, str]:
+    """Return a scale of a weight, and one that static activations have, from the middle."""
+    middle = f"model.layers.{layers // 2}"
+    return {
+        "weight": f"{middle}.mlp.down_proj.weight_scale",
+        "input": f"{middle}.self_attn.o_proj.input_scale",
+    }
+
+
 def damage(folder: Path, layers: int) -> Path:
-    """Write a copy in which the scale of one layer is doubled; return its folder."""
+    """Write a copy in which those scales are doubled; return its folder."""
     from safetensors.torch import load_file, save_file
 
     target = folder.with_name(folder.name + DAMAGED)
     shutil.copytree(folder, target)
-    name = f"model.layers.{layers // 2}.mlp.down_proj.weight_scale"
+    wanted = scales_to_double(layers)
+    doubled = set()
     for file in target.glob("*.safetensors"):
         tensors = load_file(file)
-        if name in tensors:
-            tensors[name] = tensors[name] * 2
-            save_file(tensors, file, {"format": "pt"})
-            return target
-    raise SystemExit(f"{folder} has no {name}")
+        here = tensors.keys() & wanted.values()
+        save_file({n: t * 2 if n in here else t for n, t in tensors.items()}, file, FORMAT)
+        doubled |= here
+    if wanted["weight"] not in doubled:
+        raise SystemExit(f"{folder} has no {wanted['weight']}")
+    return target
 
 
 def compare(found: list[float], expected: list[float]) -> dict[str, float]:
     distances = [abs(a - b) for a, b in zip(found, expected, strict=True)]
     return {"mean": sum(distances) / len(distances), "max": max(distances)}
+
+
+def compare_engines(folder: Path, served: dict, harmed: dict | None, tokens, dtype: str) -> dict:
+    """Return how what vLLM did differs from what transformers and compressed-tensors do."""
+    from transformers import AutoModelForCausalLM
+
+    def load(dtype: str):
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+    expected = logprobs_of(load(dtype), tokens)
+    wide = load("float32")
+    result = {
+        "kernels": served["kernels"],
+        "difference": compare(served["logprobs"], expected),
+        "rounding": compare(expected, logprobs_of(wide, tokens)),  # this decompresses as well
+    }
+    plain, adapted = layer_errors(wide, served["layers"])
+    result["layers"] = {"count": len(plain), "worst": max(plain, key=plain.__getitem__)}
+    result["layers"]["off"] = max(plain.values())
+    if adapted:
+        result["layers"]["off with vLLM's rounding"] = max(adapted.values())
+    if harmed:
+        result["damaged"] = compare(harmed["logprobs"], expected)
+        off, _ = layer_errors(wide, harmed["layers"])
+        for kind, scale in scales_to_double(wide.config.num_hidden_layers).items():
+            name = scale.rpartition(".")[0]
+            if hasattr(wide.get_submodule(name), f"{kind}_scale"):
+                result["layers"][f"off, {kind} scale doubled"] = off[name]
+    return result
 
 
 def run(options: argparse.Namespace, scratch: Path) -> dict:
@@ -226,27 +350,20 @@ def run(options: argparse.Namespace, scratch: Path) -> dict:
     for name, folder in folders.items():
         if name.endswith(DAMAGED):
             continue
-        served = answers[name]
-        if "error" in served:
-            results.append({"scheme": name, "error": served["error"]})
-            continue
-        expected, wide = (logprobs_of(folder, d, tokens) for d in (options.dtype, "float32"))
-        result = {
-            "scheme": name,
-            "kernels": served["kernels"],
-            "difference": compare(served["logprobs"], expected),
-            "rounding": compare(expected, wide),
-            "vLLM from float32": compare(served["logprobs"], wide),
-        }
-        if name != DENSE:
-            harmed = answers[name + DAMAGED]["logprobs"]
-            result["damaged"] = compare(harmed, expected)
+        result = {"scheme": name}
         results.append(result)
+        if "error" in answers[name]:
+            result["error"] = answers[name]["error"]
+            continue
+        harmed = answers.get(name + DAMAGED)
+        with contextlib.redirect_stderr(io.StringIO()):  # bars are drawn there
+            result |= compare_engines(folder, answers[name], harmed, tokens, options.dtype)
     return {
         "model": options.model.name,
         "dtype": options.dtype,
         "calibration": f"{SAMPLES} x {SAMPLE_LENGTH} tokens",
         "evaluated": f"{PROMPTS} x {LENGTH - 1} tokens",
+        "layers on": f"{ROWS} tokens",
         "versions": {
             "vllm": answers[DENSE]["version"],
             **{n: version(n) for n in ("torch", "transformers", "compressed-tensors")},
@@ -256,16 +373,17 @@ def run(options: argparse.Namespace, scratch: Path) -> dict:
 
 
 def print_table(outcome: dict) -> None:
-    columns = ["difference", "rounding", "vLLM from float32", "damaged"]
-    print(f"{outcome['model']}, {outcome['dtype']}, {outcome['evaluated']}; mean / largest")
-    print(f"{'':<38}" + "".join(f"{column:>20}" for column in columns))
+    layers = ["off", "off with vLLM's rounding", "off, weight scale doubled"]
+    layers.append("off, input scale doubled")
+    columns = ["difference", "rounding", "damaged"]
+    print(f"{outcome['model']}, {outcome['dtype']}; worst layer, then log-probabilities")
     for r in outcome["results"]:
         if "error" in r:
             print(f"{r['scheme']:<38} {r['error']}")
             continue
-        cells = [f"{r[c]['mean']:.4f} / {r[c]['max']:.3f}" if c in r else "" for c in columns]
-        kernels = ", ".join(r["kernels"])
-        print(f"{r['scheme']:<38}" + "".join(f"{cell:>20}" for cell in cells) + f"  {kernels}")
+        cells = [f"{r['layers'][c]:.3%}" if c in r["layers"] else "" for c in layers]
+        cells += [f"{r[c]['mean']:.4f} / {r[c]['max']:.3f}" if c in r else "" for c in columns]
+        print(f"{r['scheme']:<38}" + "".join(f"{cell:>17}" for cell in cells))
 
 
 def main() -> None:
@@ -276,7 +394,8 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--server", required=True, help="python of an environment with vLLM")
     parser.add_argument("--text", type=Path, help="else the model writes text of its own")
-    parser.add_argument("--dtype", default="float16", choices=["float16", "bfloat16"])
+    # vLLM's static int8 kernel is a thousand times slower in float16
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
