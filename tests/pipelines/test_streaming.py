@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from steelyard import oneshot
 from steelyard.checkpoint import CheckpointView
-from steelyard.errors import CheckpointError, NonFiniteError, PlanError
+from steelyard.errors import CheckpointError, NonFiniteError, PlanError, SteelyardError
 from steelyard.modifiers import QuantizationModifier
 from steelyard.pipelines.files import FilesModel
 
@@ -320,6 +322,41 @@ def test_weight_that_is_not_finite(tmp_path: Path) -> None:
     with pytest.raises(NonFiniteError, match=name.replace(".", r"\.")):
         oneshot(source, modifier(), None, tmp_path / "q")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m"]
+
+
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "NVFP4A16"])
+def test_weight_whose_square_is_no_float(scheme: str, tmp_path: Path) -> None:
+    tensors = attention()
+    name = f"{LAYER}.self_attn.o_proj"
+    tensors[f"{name}.weight"][3, 5] = 2e38
+    result = oneshot(save(tmp_path / "m", tensors), modifier(scheme), None, tmp_path / "q")
+    assert 0 <= result.modules[name].error < 0.01
+
+
+def test_mutated_checkpoints_write_nothing_else(tmp_path: Path) -> None:
+    """Either a whole output or an error; nothing beside it, and the source as it was."""
+    source = save(tmp_path / "m", attention())
+    file = next(source.glob("*.safetensors"))
+    good = file.read_bytes()
+    length = 8 + int.from_bytes(good[:8], "little")
+    chance = random.Random(0)
+    outcomes = {"whole": 0, "refused": 0}
+    for _ in range(120):
+        raw = bytearray(good)
+        for _ in range(chance.randint(1, 3)):  # mostly in the header
+            end = length if chance.random() < 0.8 else len(raw)
+            raw[chance.randrange(end)] ^= 1 << chance.randrange(8)
+        file.write_bytes(raw[: chance.choice([len(raw), len(raw), chance.randrange(len(raw))])])
+        before = {path: path.read_bytes() for path in source.iterdir()}
+        try:
+            oneshot(source, modifier(), None, tmp_path / "q")
+            outcomes["whole"] += 1
+            shutil.rmtree(tmp_path / "q")
+        except SteelyardError:
+            outcomes["refused"] += 1
+        assert [path.name for path in tmp_path.iterdir()] == ["m"]
+        assert {path: path.read_bytes() for path in source.iterdir()} == before
+    assert min(outcomes.values()) > 5, outcomes
 
 
 # -- memory -------------------------------------------------------------------------------------

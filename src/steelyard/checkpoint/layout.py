@@ -95,7 +95,10 @@ def stored_tensors(
         if errors is not None and args is not None:
             errors.zero_()[0] = _squared_error(weight, qparams, args)
         return dict(compressor.compress({"weight": weight, **qparams}, scheme))
-    return {**kept, **_stored_weight(weight, qparams, args, name, errors)}
+    stored = {**kept, **_stored_weight(weight, qparams, args, name, errors)}
+    if errors is not None and not bool(torch.isfinite(errors).all()):  # too large for fp32
+        errors.zero_()[0] = _squared_error(weight, qparams, args)
+    return stored
 
 
 def _squared_error(
@@ -103,7 +106,8 @@ def _squared_error(
 ) -> float:
     zero_point = None if args.symmetric else qparams["weight_zero_point"]
     global_scale = qparams.get("weight_global_scale")
-    return squared_error(weight, qparams["weight_scale"], zero_point, args, global_scale)
+    scale = qparams["weight_scale"]
+    return squared_error(weight, scale, zero_point, args, global_scale, backend="reference")
 
 
 def _unstored(scheme: QuantizationScheme, format: str) -> set[str]:

@@ -279,7 +279,7 @@ def _spread(items: list[str], count: int) -> list[str]:
 def _relative_error(decoded: Iterator[tuple[int, torch.Tensor]], original: torch.Tensor) -> float:
     noise = signal = 0.0
     for start, rows in decoded:
-        true = original[start : start + len(rows)].float()
-        noise += float((rows - true).square_().sum(dtype=torch.float64))
-        signal += float(true.square_().sum(dtype=torch.float64))
+        true = original[start : start + len(rows)].double()
+        noise += float((rows - true).square_().sum())
+        signal += float(true.square_().sum())
     return noise / signal if signal else noise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -28,4 +29,6 @@ def weight_error(module: Module) -> float | None:
 def relative_error(noise: float, weight: torch.Tensor) -> float:
     """Return a squared error over the weight's sum of squares."""
     signal = float(sum_of_squares(weight).sum(dtype=torch.float64))
+    if not math.isfinite(signal):  # too large for fp32
+        signal = float(weight.double().square().sum())
     return noise / signal if signal else 0.0
