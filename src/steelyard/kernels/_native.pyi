@@ -70,6 +70,22 @@ def pack(
     isa: str,
     threads: int,
 ) -> None: ...
+def gptq_block(
+    weight: torch.Tensor,
+    lower: torch.Tensor,
+    sums: torch.Tensor,
+    added: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    group: torch.Tensor,
+    format: Format,
+    type: int,
+    values: torch.Tensor,
+    errors: torch.Tensor,
+    losses: torch.Tensor,
+    isa: str,
+    threads: int,
+) -> None: ...
 def instruction_sets() -> list[str]: ...
 def cpu_features() -> list[str]: ...
 def compiler() -> str: ...

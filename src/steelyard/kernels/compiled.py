@@ -17,8 +17,11 @@ from steelyard.kernels.rounding import minifloat, quantized_range
 if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationArgs
 
+    from steelyard.kernels.gptq_grid import Grid
+
 __all__ = [
     "format_of",
+    "gptq_block",
     "optimal_qparams",
     "pack",
     "qparams_from_range",
@@ -194,6 +197,35 @@ def pack(
         round_quotient,
         out,
         errors,
+        instruction_set(),
+        _threads(weight),
+    )
+
+
+def gptq_block(
+    weight: torch.Tensor,
+    lower: torch.Tensor,
+    sums: torch.Tensor,
+    added: torch.Tensor,
+    grid: Grid,
+    values: torch.Tensor,
+    errors: torch.Tensor,
+    losses: torch.Tensor,
+) -> None:
+    """Fill `values` and `errors`, (columns, rows), and add to `losses`, fp64 of shape (rows,)."""
+    _native().gptq_block(
+        weight,
+        lower.t().contiguous(),
+        sums,
+        added,
+        grid.scale,
+        grid.zero_point,
+        grid.group,
+        format_of(grid.args, torch.float32),
+        _SCALE_TYPES[grid.dtype],
+        values,
+        errors,
+        losses,
         instruction_set(),
         _threads(weight),
     )

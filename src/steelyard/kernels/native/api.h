@@ -96,6 +96,24 @@ struct PackProblem {
     double* errors;  // squared error per row, or null
 };
 
+// One block of columns, the last of which is rounded first. Matrices are (columns, rows): a column of
+// the weight lies in one piece.
+struct GptqProblem {
+    int64_t rows, columns;
+    Type type;  // of the weight; values are rounded to it
+    Format format;
+    const float* weight;
+    const float* lower;  // (columns, columns), the factor's diagonal block, transposed
+    const float* sums;   // of the errors of earlier blocks, each times its entry of the factor
+    const float* added;  // (columns,), what was added to the Hessian's diagonal
+    const float* scale;  // (groups, rows), divided by the global scale
+    const float* zero_point;  // as scale, or null
+    const int64_t* group;     // (columns,)
+    float* values;
+    float* errors;
+    double* losses;  // (rows,), added to
+};
+
 struct Table {
     const char* name;
     void (*range)(const View&, float* low, float* high, int threads);
@@ -104,6 +122,7 @@ struct Table {
     void (*optimal)(const OptimalProblem&, int threads);
     void (*sum_squares)(const View&, float* sums, int threads);
     void (*pack)(const PackProblem&, int threads);
+    void (*gptq_block)(const GptqProblem&, int threads);
 };
 
 extern const Table baseline_table;

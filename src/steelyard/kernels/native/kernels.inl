@@ -37,12 +37,15 @@ namespace {
 
 #include "pack.inl"
 
+#include "gptq.inl"
+
 }  // namespace
 }  // namespace STEELYARD_ISA
 
 const Table JOIN(STEELYARD_ISA, _table) = {
     TEXT(STEELYARD_ISA),    STEELYARD_ISA::range,       STEELYARD_ISA::qparams, STEELYARD_ISA::search,
     STEELYARD_ISA::optimal, STEELYARD_ISA::sum_squares, STEELYARD_ISA::pack,
+    STEELYARD_ISA::gptq_block,
 };
 
 }  // namespace steelyard

@@ -26,6 +26,7 @@ using Floats = nb::ndarray<float, nb::device::cpu, nb::c_contig>;
 using ConstFloats = nb::ndarray<const float, nb::device::cpu, nb::c_contig>;
 using Doubles = nb::ndarray<double, nb::device::cpu, nb::c_contig>;
 using MutableTensor = nb::ndarray<nb::device::cpu, nb::c_contig>;
+using Indices = nb::ndarray<const int64_t, nb::device::cpu, nb::c_contig>;
 using Bytes = nb::ndarray<uint8_t, nb::device::cpu, nb::c_contig>;
 
 const Table* table_for(const std::string& name) {
@@ -220,6 +221,47 @@ void pack(const Tensor& weight, ConstFloats scale, std::optional<ConstFloats> ze
     table.pack(p, threads);
 }
 
+void gptq_block(ConstFloats weight, ConstFloats lower, ConstFloats sums, ConstFloats added,
+                ConstFloats scale, std::optional<ConstFloats> zero_point, Indices group,
+                const Format& format, int type, Floats values, Floats errors, Doubles losses,
+                const std::string& isa, int threads) {
+    if (weight.ndim() != 2 || scale.ndim() != 2) throw std::invalid_argument("matrices, please");
+    if (type < 0 || type > int(Type::bf16)) throw std::invalid_argument("no such type");
+    GptqProblem p{};
+    p.columns = int64_t(weight.shape(0));
+    p.rows = int64_t(weight.shape(1));
+    const int64_t size = p.columns * p.rows, groups = int64_t(scale.shape(0));
+    require_size(lower, p.columns * p.columns, "lower");
+    require_size(sums, size, "sums");
+    require_size(added, p.columns, "added");
+    require_size(scale, groups * p.rows, "scale");
+    if (zero_point) require_size(*zero_point, groups * p.rows, "zero_point");
+    require_size(group, p.columns, "group");
+    require_size(values, size, "values");
+    require_size(errors, size, "errors");
+    require_size(losses, p.rows, "losses");
+    for (int64_t j = 0; j < p.columns; ++j) {
+        if (group.data()[j] < 0 || group.data()[j] >= groups) {
+            throw std::invalid_argument("a column's group has no scale");
+        }
+    }
+    p.type = Type(type);
+    p.format = format;
+    p.weight = weight.data();
+    p.lower = lower.data();
+    p.sums = sums.data();
+    p.added = added.data();
+    p.scale = scale.data();
+    p.zero_point = zero_point ? zero_point->data() : nullptr;
+    p.group = group.data();
+    p.values = values.data();
+    p.errors = errors.data();
+    p.losses = losses.data();
+    const Table& table = require_table(isa);
+    nb::gil_scoped_release release;
+    table.gptq_block(p, threads);
+}
+
 std::vector<std::string> cpu_features() {
     std::vector<std::string> found;
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -287,6 +329,10 @@ NB_MODULE(_native, m) {
           nb::arg("format"), nb::arg("block_rows"), nb::arg("block_columns"), nb::arg("num_bits"),
           nb::arg("layout"), nb::arg("round_quotient"), nb::arg("out").none(),
           nb::arg("errors").none(), nb::arg("isa"), nb::arg("threads"));
+    m.def("gptq_block", &gptq_block, nb::arg("weight"), nb::arg("lower"), nb::arg("sums"),
+          nb::arg("added"), nb::arg("scale"), nb::arg("zero_point").none(), nb::arg("group"),
+          nb::arg("format"), nb::arg("type"), nb::arg("values"), nb::arg("errors"),
+          nb::arg("losses"), nb::arg("isa"), nb::arg("threads"));
     m.def("instruction_sets", &instruction_sets,
           "Return the builds of the kernels that this processor runs, best first.");
     m.def("cpu_features", &cpu_features,

@@ -1,0 +1,274 @@
+"""GPTQ: round a weight column by column, and let later columns make up for earlier errors.
+
+With inputs of second moment H, the output error of a row w that is stored as q is e H e^T, where
+e = w - q. Let H = L L^T with L lower triangular. The error is then the squared length of e L, and
+the j-th entry of that holds errors of column j and of those to the right of it, no others:
+
+    (e L)_j = L_jj e_j + s_j,    s_j = sum over i > j of e_i L_ij
+
+So columns are rounded from the last to the first, each to the stored value that is nearest to
+w_j + s_j / L_jj: that makes the entry as small as it can be. This is the whole algorithm. It is
+the usual one, which takes every error off the columns that are still to come by means of the
+Cholesky factor of H's inverse; but nothing is inverted here, and one factorisation does where that
+takes three.
+
+Matrices are (columns, rows) in here, so that a column of the weight lies in one piece, and the
+columns are in reverse: what the caller wants rounded first comes last.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from steelyard.errors import NonFiniteError, StrategyError
+from steelyard.kernels import compiled
+from steelyard.kernels.backend import use_compiled
+from steelyard.kernels.gptq_grid import Grid
+from steelyard.kernels.gptq_loss import exact_losses, judge
+from steelyard.kernels.pack import quantize_and_pack
+
+if TYPE_CHECKING:
+    from compressed_tensors.quantization import QuantizationArgs
+
+__all__ = ["GPTQResult", "activation_order", "eliminate", "solve"]
+
+_ATTEMPTS = 5  # factorisations, each with ten times the dampening of the one before
+_LEAST_RAISED = 1e-4  # dampening of a second attempt, where the first had next to none
+
+
+@dataclass(frozen=True)
+class GPTQResult:
+    """A rounded weight, and what was done to get it."""
+
+    weight: torch.Tensor
+    """(out, in), decoded values in the weight's own type; packing them stores just these values.
+    A weight whose decoded value its type cannot hold (fp16 beyond 65504) is returned as it was."""
+    loss: float
+    """tr((W - Q) H (W - Q)^T), with H as it was given."""
+    nearest_loss: float
+    """The same of rounding to nearest with the same scales; `loss` is never larger. Estimated from
+    a sample of at least 512 rows, where there are 1024 or more."""
+    dampening_frac: float
+    """What was added to H's diagonal in the end, as a fraction of the mean of its live columns."""
+    dead_columns: int
+    """Columns that no input has reached. They are rounded to nearest and not set to zero: such
+    inputs may still come when the model is served."""
+    nearest_rows: int
+    """Rows that are better off rounded to nearest, and were."""
+    fallback: str | None = None
+    """Why all rows were rounded to nearest without trying anything else, if they were."""
+
+
+def activation_order(hessian: torch.Tensor) -> torch.Tensor:
+    """Return the columns, those with the largest inputs first; (columns,), int64."""
+    return torch.argsort(hessian.diagonal(), descending=True, stable=True)
+
+
+def solve(
+    weight: torch.Tensor,
+    hessian: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    args: QuantizationArgs,
+    global_scale: torch.Tensor | None = None,
+    *,
+    block_size: int = 128,
+    dampening_frac: float = 0.01,
+    order: torch.Tensor | None = None,
+    g_idx: torch.Tensor | None = None,
+    exact: bool = False,
+    backend: str | None = None,
+) -> GPTQResult:
+    """Round a weight so that its outputs change least, with scales that are given.
+
+    weight:         (out, in), fp32, fp16 or bf16
+    hessian:        (in, in), fp32, the sum of x^T x; a factor on it scales the losses, no more
+    scale:          as `Observer.get_qparams` returns it; likewise zero_point and global_scale
+    block_size:     columns between two large matrix products; a matter of speed
+    dampening_frac: added to H's diagonal, as a fraction of its mean; raised where H needs more
+    order:          (in,), the columns in the order in which they are rounded; each keeps the scale
+                    of its own group
+    g_idx:          (in,), the group of each column, where a group's columns are not side by side
+    exact:          how rounding to nearest divides, as for `quantize_and_pack`
+    """
+    _check(weight, hessian, block_size, dampening_frac, order, g_idx)
+    if g_idx is not None:
+        together = torch.argsort(g_idx, stable=True)
+        apart = torch.argsort(together)
+        result = solve(
+            weight[:, together],
+            hessian[together][:, together],
+            scale,
+            zero_point,
+            args,
+            global_scale,
+            block_size=block_size,
+            dampening_frac=dampening_frac,
+            order=apart if order is None else apart[order],
+            exact=exact,
+            backend=backend,
+        )
+        return replace(result, weight=result.weight[:, apart])
+
+    grid = Grid.of(weight, scale, zero_point, args, global_scale)
+    reverse = torch.arange(len(hessian), device=weight.device) if order is None else order
+    reverse = reverse.flip(0)
+
+    def in_reverse(x: torch.Tensor) -> torch.Tensor:
+        """Return (out, in) as (columns, rows), fp32."""
+        return x.detach().float().t().contiguous().index_select(0, reverse)
+
+    def stored(x: torch.Tensor) -> torch.Tensor:
+        """Return what the file would hold of x, decoded; (out, in)."""
+        codes = quantize_and_pack(
+            x, scale, zero_point, args, global_scale, packed=False, exact=exact, backend=backend
+        )
+        return grid.decode(codes)
+
+    def as_weight(values: torch.Tensor) -> torch.Tensor:
+        """Return (columns, rows) as (out, in), in the weight's own type."""
+        in_order = values.to(weight.dtype).index_select(0, reverse.argsort())
+        return in_order.t().contiguous().add_(0.0)  # no zero is negative
+
+    original, nearest = in_reverse(weight), stored(weight)
+    nearest_errors = original - in_reverse(nearest)
+    if not grid.always_held():
+        nearest = torch.where(stored(nearest) == nearest, nearest, weight)
+    dead = int((hessian.diagonal() == 0).sum())
+    result = GPTQResult(nearest + 0.0, 0.0, 0.0, dampening_frac, dead, len(weight))
+    if dead == len(hessian):
+        return replace(result, fallback="no input has reached the layer")
+    # in units of the mean, so that neither huge nor tiny inputs leave the range of fp32
+    mean = float(hessian.diagonal().double().sum()) / (len(hessian) - dead)
+    lower, added, frac = _factorise(hessian, reverse, mean, dampening_frac)
+    if lower is None:
+        loss = mean * float(exact_losses(nearest_errors[reverse.argsort()], hessian, mean).sum())
+        reason = f"the Hessian has no Cholesky factor, even with dampening_frac={frac:g}"
+        return replace(result, loss=loss, nearest_loss=loss, dampening_frac=frac, fallback=reason)
+
+    values, errors, losses = eliminate(
+        original, lower, added, grid.reordered(reverse), block_size, use_compiled(weight, backend)
+    )
+    rounded = as_weight(values)
+    refused = torch.zeros(len(weight), dtype=torch.bool, device=weight.device)
+    if not grid.always_held():
+        refused = (stored(rounded) != rounded).any(1)
+    judgement = judge(errors, losses, nearest_errors, lower, added, reverse, hessian, mean, refused)
+    if not bool(judgement.better.all()):
+        rounded = torch.where(judgement.better.unsqueeze(1), rounded, result.weight)
+    return GPTQResult(
+        weight=rounded,
+        loss=judgement.loss,
+        nearest_loss=judgement.nearest_loss,
+        dampening_frac=frac,
+        dead_columns=dead,
+        nearest_rows=int((~judgement.better).sum()),
+    )
+
+
+def eliminate(
+    weight: torch.Tensor,
+    lower: torch.Tensor,
+    added: torch.Tensor,
+    grid: Grid,
+    block_size: int,
+    fast: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the rounded weight and its errors, (columns, rows), and e H e^T of each row, fp64.
+
+    weight: (columns, rows), fp32; the last column is rounded first
+    lower:  (columns, columns), the factor of H + diag(added)
+    fast:   whether the compiled kernel rounds the blocks
+    """
+    values, errors = torch.empty_like(weight), torch.empty_like(weight)
+    losses = torch.zeros(weight.shape[1], dtype=torch.float64, device=weight.device)
+    run = compiled.gptq_block if fast else round_block
+    for stop in range(len(weight), 0, -block_size):
+        block = slice(max(stop - block_size, 0), stop)
+        sums = lower[stop:, block].t() @ errors[stop:]
+        part = (weight[block], lower[block, block], sums, added[block], grid.columns(block))
+        run(*part, values[block], errors[block], losses)
+    return values, errors, losses
+
+
+def round_block(
+    weight: torch.Tensor,
+    lower: torch.Tensor,
+    sums: torch.Tensor,
+    added: torch.Tensor,
+    grid: Grid,
+    values: torch.Tensor,
+    errors: torch.Tensor,
+    losses: torch.Tensor,
+) -> None:
+    """Fill a block of `values` and `errors`; `sums` holds s_j, as far as earlier blocks go."""
+    for j in reversed(range(len(weight))):
+        s = sums[j] + lower[j + 1 :, j] @ errors[j + 1 :]
+        values[j] = grid.nearest(weight[j] + s / lower[j, j], j)
+        errors[j] = weight[j] - values[j]
+        entry = lower[j, j] * errors[j] + s
+        losses += entry.double().square() - added[j] * errors[j].double().square()
+
+
+def _factorise(
+    hessian: torch.Tensor, reverse: torch.Tensor, mean: float, dampening_frac: float
+) -> tuple[torch.Tensor | None, torch.Tensor, float]:
+    """Return L, what was added to the diagonal, and the dampening that it took.
+
+    L is None where none of the dampenings tried makes H positive definite.
+    """
+    damped = hessian.index_select(0, reverse).index_select(1, reverse).div_(mean)
+    diagonal = damped.diagonal()
+    undamped = diagonal.clone()
+    dead = (undamped == 0).float()  # nothing else is in such a row, so that any pivot will do
+    frac = dampening_frac
+    for attempt in range(_ATTEMPTS):
+        frac = dampening_frac if attempt == 0 else max(10 * frac, _LEAST_RAISED)
+        diagonal.copy_(undamped + (dead + frac))
+        lower, info = torch.linalg.cholesky_ex(damped)
+        if int(info) == 0 and bool(lower.diagonal().isfinite().all()):
+            return lower, dead + frac, frac
+    return None, dead + frac, frac
+
+
+def _check(
+    weight: torch.Tensor,
+    hessian: torch.Tensor,
+    block_size: int,
+    dampening_frac: float,
+    order: torch.Tensor | None,
+    g_idx: torch.Tensor | None,
+) -> None:
+    columns = weight.shape[-1]
+    if weight.ndim != 2 or hessian.shape != (columns, columns):
+        raise StrategyError(
+            f"a weight (out, in) needs a Hessian (in, in), got {tuple(weight.shape)} and "
+            f"{tuple(hessian.shape)}"
+        )
+    if block_size < 1 or not 0 <= dampening_frac < float("inf"):
+        raise ValueError(
+            "block_size must be positive and dampening_frac finite and not negative, got "
+            f"{block_size} and {dampening_frac}"
+        )
+    for name, tensor in (("weight", weight), ("Hessian", hessian)):
+        # a sum in fp64 is finite if and only if all of its terms are, and takes no memory
+        if not bool(tensor.sum(dtype=torch.float64).isfinite()):
+            row, column = (~tensor.isfinite()).nonzero()[0].tolist()
+            raise NonFiniteError(
+                f"the {name} holds {tensor[row, column]} at row {row}, column {column}; inputs "
+                "that overflow, or a layer before this one, are the usual cause"
+            )
+    reach = hessian.diagonal().abs().sqrt() * hessian[0, 0].abs().sqrt()
+    if not bool(((hessian[0] - hessian[:, 0]).abs() <= 1e-3 * reach).all()):
+        raise ValueError("the Hessian is not symmetric; pass it through hessian.symmetric() first")
+    for name, index in (("order", order), ("g_idx", g_idx)):
+        if index is not None and index.shape != (columns,):
+            raise ValueError(
+                f"{name} must hold one entry for each of {columns} columns, got "
+                f"{tuple(index.shape)}"
+            )
+    if order is not None and not torch.equal(order.sort().values, torch.arange(columns).to(order)):
+        raise ValueError("order must hold every column once")
