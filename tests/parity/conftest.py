@@ -1,10 +1,15 @@
-"""Every instruction set that this processor has, one at a time."""
+"""Every instruction set that this processor has, one at a time; helpers of the kernels' tests."""
 
 from __future__ import annotations
+
+import sys
+from pathlib import Path
 
 import pytest
 
 from steelyard.kernels.backend import extension
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 
 
 def instruction_sets() -> list[str]:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "format_of",
     "gptq_block",
+    "gptq_nearest",
     "optimal_qparams",
     "pack",
     "qparams_from_range",
@@ -213,9 +214,34 @@ def gptq_block(
     losses: torch.Tensor,
 ) -> None:
     """Fill `values` and `errors`, (columns, rows), and add to `losses`, fp64 of shape (rows,)."""
+    _gptq(weight, lower.t().contiguous(), sums, added, grid, values, errors, losses)
+
+
+def gptq_nearest(
+    weight: torch.Tensor, added: torch.Tensor, grid: Grid
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the errors of rounding to nearest, (columns, rows), and their squares times `added`.
+
+    The squares are summed over the columns: (rows,), fp64.
+    """
+    errors, losses = torch.empty_like(weight), torch.zeros(weight.shape[1], dtype=torch.float64)
+    _gptq(weight, None, None, added, grid, None, errors, losses)
+    return errors, losses.neg_()
+
+
+def _gptq(
+    weight: torch.Tensor,
+    lower: torch.Tensor | None,
+    sums: torch.Tensor | None,
+    added: torch.Tensor,
+    grid: Grid,
+    values: torch.Tensor | None,
+    errors: torch.Tensor,
+    losses: torch.Tensor,
+) -> None:
     _native().gptq_block(
         weight,
-        lower.t().contiguous(),
+        lower,
         sums,
         added,
         grid.scale,
@@ -223,6 +249,8 @@ def gptq_block(
         grid.group,
         format_of(grid.args, torch.float32),
         _SCALE_TYPES[grid.dtype],
+        grid.divides_in_dtype,
+        grid.tight,
         values,
         errors,
         losses,

@@ -28,7 +28,6 @@ from steelyard.kernels import compiled
 from steelyard.kernels.backend import use_compiled
 from steelyard.kernels.gptq_grid import Grid
 from steelyard.kernels.gptq_loss import exact_losses, judge
-from steelyard.kernels.pack import quantize_and_pack
 
 if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationArgs
@@ -50,7 +49,7 @@ class GPTQResult:
     """tr((W - Q) H (W - Q)^T), with H as it was given."""
     nearest_loss: float
     """The same of rounding to nearest with the same scales; `loss` is never larger. Estimated from
-    a sample of at least 512 rows, where there are 1024 or more."""
+    a sample of at least 256 rows, where there are 512 or more."""
     dampening_frac: float
     """What was added to H's diagonal in the end, as a fraction of the mean of its live columns."""
     dead_columns: int
@@ -113,59 +112,57 @@ def solve(
         )
         return replace(result, weight=result.weight[:, apart])
 
-    grid = Grid.of(weight, scale, zero_point, args, global_scale)
+    grid = Grid.of(weight, scale, zero_point, args, global_scale, exact, backend)
+    fast = use_compiled(weight, backend)
+    dead = int((hessian.diagonal() == 0).sum())
+    result = GPTQResult(weight, 0.0, 0.0, dampening_frac, dead, len(weight))
+    if dead == len(hessian):
+        reason = "no input has reached the layer"
+        return replace(result, weight=grid.round_to_nearest(weight), fallback=reason)
+
     reverse = torch.arange(len(hessian), device=weight.device) if order is None else order
     reverse = reverse.flip(0)
-
-    def in_reverse(x: torch.Tensor) -> torch.Tensor:
-        """Return (out, in) as (columns, rows), fp32."""
-        return x.detach().float().t().contiguous().index_select(0, reverse)
-
-    def stored(x: torch.Tensor) -> torch.Tensor:
-        """Return what the file would hold of x, decoded; (out, in)."""
-        codes = quantize_and_pack(
-            x, scale, zero_point, args, global_scale, packed=False, exact=exact, backend=backend
-        )
-        return grid.decode(codes)
-
-    def as_weight(values: torch.Tensor) -> torch.Tensor:
-        """Return (columns, rows) as (out, in), in the weight's own type."""
-        in_order = values.to(weight.dtype).index_select(0, reverse.argsort())
-        return in_order.t().contiguous().add_(0.0)  # no zero is negative
-
-    original, nearest = in_reverse(weight), stored(weight)
-    nearest_errors = original - in_reverse(nearest)
-    if not grid.always_held():
-        nearest = torch.where(stored(nearest) == nearest, nearest, weight)
-    dead = int((hessian.diagonal() == 0).sum())
-    result = GPTQResult(nearest + 0.0, 0.0, 0.0, dampening_frac, dead, len(weight))
-    if dead == len(hessian):
-        return replace(result, fallback="no input has reached the layer")
+    back = reverse.argsort()
     # in units of the mean, so that neither huge nor tiny inputs leave the range of fp32
     mean = float(hessian.diagonal().double().sum()) / (len(hessian) - dead)
     lower, added, frac = _factorise(hessian, reverse, mean, dampening_frac)
+    result = replace(result, dampening_frac=frac)
+    original = _reordered(weight, reverse)
+    nearest_errors, nearest_shift = (
+        compiled.gptq_nearest(original, added, grid.reordered(reverse))
+        if fast
+        else _nearest_errors(weight, original, reverse, added, grid)
+    )
     if lower is None:
-        loss = mean * float(exact_losses(nearest_errors[reverse.argsort()], hessian, mean).sum())
+        loss = mean * float(exact_losses(nearest_errors[back], hessian, mean).sum())
         reason = f"the Hessian has no Cholesky factor, even with dampening_frac={frac:g}"
-        return replace(result, loss=loss, nearest_loss=loss, dampening_frac=frac, fallback=reason)
+        rounded = grid.round_to_nearest(weight)
+        return replace(result, weight=rounded, loss=loss, nearest_loss=loss, fallback=reason)
 
     values, errors, losses = eliminate(
-        original, lower, added, grid.reordered(reverse), block_size, use_compiled(weight, backend)
+        original, lower, added, grid.reordered(reverse), block_size, fast
     )
-    rounded = as_weight(values)
-    refused = torch.zeros(len(weight), dtype=torch.bool, device=weight.device)
-    if not grid.always_held():
-        refused = (stored(rounded) != rounded).any(1)
-    judgement = judge(errors, losses, nearest_errors, lower, added, reverse, hessian, mean, refused)
-    if not bool(judgement.better.all()):
-        rounded = torch.where(judgement.better.unsqueeze(1), rounded, result.weight)
-    return GPTQResult(
+    rounded = values.to(weight.dtype).index_select(0, back).t().contiguous()
+    rounded += 0.0  # no zero is negative
+    better, loss, nearest_loss = judge(
+        errors,
+        losses,
+        nearest_errors,
+        nearest_shift,
+        lower,
+        hessian,
+        mean,
+        back,
+        refused=~grid.keeps(rounded),
+    )
+    if not bool(better.all()):
+        rounded = torch.where(better.unsqueeze(1), rounded, grid.round_to_nearest(weight))
+    return replace(
+        result,
         weight=rounded,
-        loss=judgement.loss,
-        nearest_loss=judgement.nearest_loss,
-        dampening_frac=frac,
-        dead_columns=dead,
-        nearest_rows=int((~judgement.better).sum()),
+        loss=loss,
+        nearest_loss=nearest_loss,
+        nearest_rows=int((~better).sum()),
     )
 
 
@@ -211,6 +208,23 @@ def round_block(
         errors[j] = weight[j] - values[j]
         entry = lower[j, j] * errors[j] + s
         losses += entry.double().square() - added[j] * errors[j].double().square()
+
+
+def _nearest_errors(
+    weight: torch.Tensor,
+    original: torch.Tensor,
+    reverse: torch.Tensor,
+    added: torch.Tensor,
+    grid: Grid,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the errors of rounding to nearest, and what dampening adds to their losses."""
+    errors = original - _reordered(grid.stored(weight), reverse)
+    return errors, (added.double().unsqueeze(1) * errors.double().square()).sum(0)
+
+
+def _reordered(weight: torch.Tensor, reverse: torch.Tensor) -> torch.Tensor:
+    """Return (out, in) as (columns, rows), fp32."""
+    return weight.detach().t().contiguous().index_select(0, reverse).float()
 
 
 def _factorise(

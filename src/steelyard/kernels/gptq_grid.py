@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from steelyard.errors import StrategyError
+from steelyard.kernels.pack import quantize_and_pack
 from steelyard.kernels.rounding import minifloat, quantized_range, reconstruct
 
 if TYPE_CHECKING:
@@ -28,6 +30,8 @@ class Grid:
     group: torch.Tensor  # (columns,), int64: the group that each column belongs to
     args: QuantizationArgs
     dtype: torch.dtype  # of the weight
+    divides_in_dtype: bool  # whether rounding to nearest does, as compressed-tensors does
+    pack: Callable[[torch.Tensor], torch.Tensor]  # a weight (out, in) to its codes
 
     @classmethod
     def of(
@@ -37,6 +41,8 @@ class Grid:
         zero_point: torch.Tensor | None,
         args: QuantizationArgs,
         global_scale: torch.Tensor | None,
+        exact: bool,
+        backend: str | None,
     ) -> Grid:
         """Spread parameters as `Observer.get_qparams` returns them over the rows of a weight."""
         rows, columns = weight.shape
@@ -52,6 +58,12 @@ class Grid:
             per_row = t.detach().float().reshape(shape).repeat_interleave(height, 0)[:rows]
             return per_row.t().contiguous()
 
+        def pack(x: torch.Tensor) -> torch.Tensor:
+            return quantize_and_pack(
+                x, scale, zero_point, args, global_scale, packed=False, exact=exact, backend=backend
+            )
+
+        quotient = torch.result_type(weight, scale) if global_scale is None else torch.float32
         effective = spread(scale) if global_scale is None else spread(scale) / global_scale
         return cls(
             effective,
@@ -59,6 +71,8 @@ class Grid:
             torch.arange(columns, device=weight.device) // width,
             args,
             weight.dtype,
+            not exact and quotient == weight.dtype,
+            pack,
         )
 
     def reordered(self, order: torch.Tensor) -> Grid:
@@ -69,18 +83,50 @@ class Grid:
         """Return the grid of some columns."""
         return replace(self, group=self.group[part])
 
-    def nearest(self, x: torch.Tensor, column: int) -> torch.Tensor:
-        """Return the stored values nearest to x, (rows,), fp32; all of them in one column."""
-        group = int(self.group[column])
-        zero_point = None if self.zero_point is None else self.zero_point[group]
-        return self._held(reconstruct(x, self.scale[group], zero_point, self.args)).float()
+    @property
+    def tight(self) -> bool:
+        """Whether codes are so close that a decoded value may be packed to the code beside it.
 
-    def decode(self, codes: torch.Tensor) -> torch.Tensor:
-        """Return the values, in the weight's type, of what `quantize_and_pack` stores unpacked.
-
-        codes: (rows, columns), or (rows, columns / 2) of two fp4 codes each
+        bf16 holds 8 bits of a number. A decoded value is rounded once, and the quotient that its
+        code is found from once more; with integers of 7 or 8 bits that is half a code or more.
         """
-        if codes.dtype == torch.uint8:
+        low, high = quantized_range(self.args)
+        return self.args.type == "int" and (high - low) * torch.finfo(self.dtype).eps >= 0.5
+
+    def nearest(self, x: torch.Tensor, column: int) -> torch.Tensor:
+        """Return the stored values nearest to x, (rows,), fp32; all of them in one column.
+
+        Where codes are tight, a value that would not be packed to its own code gives way to the
+        next one, on the side of x, or else on the other.
+        """
+        group = int(self.group[column])
+        scale = self.scale[group]
+        zero_point = None if self.zero_point is None else self.zero_point[group]
+        if not self.tight:
+            return self._held(reconstruct(x, scale, zero_point, self.args)).float()
+
+        low, high = quantized_range(self.args)
+        offset = torch.zeros_like(scale) if zero_point is None else zero_point
+
+        def decode(codes: torch.Tensor) -> torch.Tensor:
+            return self._held((codes - offset) * scale)
+
+        def kept(codes: torch.Tensor) -> torch.Tensor:
+            dtype = self.dtype if self.divides_in_dtype else torch.float32
+            scaled = decode(codes).to(dtype) / scale.to(dtype) + offset.to(dtype)
+            return scaled.clamp(low, high).round().float() == codes
+
+        place = (x / scale + offset).clamp(low, high)
+        codes = place.round()
+        step = torch.where(place > codes, 1.0, -1.0)
+        beside, opposite = (codes + step).clamp(low, high), (codes - step).clamp(low, high)
+        fallback = torch.where(kept(beside), beside, torch.where(kept(opposite), opposite, codes))
+        return decode(torch.where(kept(codes), codes, fallback)).float()
+
+    def stored(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return what the file would hold of a weight, decoded; (out, in), in the weight's type."""
+        codes = self.pack(weight)
+        if codes.dtype == torch.uint8:  # two fp4 codes each
             table = torch.tensor([*_E2M1, *(-v for v in _E2M1)], device=codes.device)
             pairs = torch.stack((codes & 15, codes >> 4), dim=-1)
             decoded = table[pairs.flatten(1).long()]
@@ -90,19 +136,32 @@ class Grid:
             decoded = decoded - self._wide(self.zero_point)
         return self._held(decoded * self._wide(self.scale))
 
-    def always_held(self) -> bool:
-        """Whether every value is a normal number of the weight's type, none of them too large.
+    def round_to_nearest(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return `stored(weight)`, but leave weights as they are that would be packed otherwise."""
+        decoded = self.stored(weight)
+        if not self._always_held():
+            decoded = torch.where(self.stored(decoded) == decoded, decoded, weight)
+        return decoded + 0.0  # no zero is negative
 
-        Values then pack to the codes that they came from: they are off by less than half a code.
+    def keeps(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return which rows of a decoded weight, (out, in), are stored as just these values."""
+        if self._always_held():
+            return torch.ones(len(weight), dtype=torch.bool, device=weight.device)
+        return (self.stored(weight) == weight).all(1)
+
+    def _always_held(self) -> bool:
+        """Whether every decoded value is sure to be packed to the code that it came from.
+
+        It is where all are normal numbers of the weight's type, none too large, and not tight.
         """
         low, high = quantized_range(self.args)
         least = 1.0
         if self.args.type == "float":
             mantissa, min_exponent = minifloat(self.args.num_bits)
             least = 2.0 ** (min_exponent - mantissa)
-        size, type_info = self.scale.abs(), torch.finfo(self.dtype)
-        largest = (high - low) * float(size.max())
-        return float(size.min()) * least >= type_info.tiny and largest <= type_info.max
+        size, held = self.scale.abs(), torch.finfo(self.dtype)
+        normal = float(size.min()) * least >= held.tiny
+        return normal and (high - low) * float(size.max()) <= held.max and not self.tight
 
     def _wide(self, t: torch.Tensor) -> torch.Tensor:
         """Return one parameter per weight, (rows, columns)."""

@@ -12,68 +12,55 @@ diagonal, and the error is the squared length of e L:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
-__all__ = ["Judgement", "exact_losses", "judge"]
+__all__ = ["exact_losses", "judge"]
 
 _MARGIN = 1e-3  # of a row's squared length; far above the rounding of fp32
 _HEAD = 128  # entries of the lower bound
-_SAMPLE = 512  # rows at least, where there are as many
-
-
-@dataclass(frozen=True)
-class Judgement:
-    better: torch.Tensor  # (rows,), whether the row gains
-    loss: float  # of these rows as GPTQ rounds them, and of the others as rounded to nearest
-    nearest_loss: float  # of all rows as rounded to nearest
+_SAMPLE = 256  # rows at least, where there are as many
 
 
 def judge(
     errors: torch.Tensor,
     losses: torch.Tensor,
     nearest_errors: torch.Tensor,
+    nearest_shift: torch.Tensor,
     lower: torch.Tensor,
-    added: torch.Tensor,
-    order: torch.Tensor,
     hessian: torch.Tensor,
     mean: float,
+    back: torch.Tensor,
     refused: torch.Tensor,
-) -> Judgement:
-    """Compare two roundings row by row.
+) -> tuple[torch.Tensor, float, float]:
+    """Return which rows gain, the loss if the others are rounded to nearest, and if all are.
 
-    errors:        (columns, rows), as is nearest_errors, in the order of `lower`
-    losses:        (rows,), fp64, e H e^T of the first, over `mean`
-    lower, added:  the factor, and what dampening has added to the diagonal
-    order:         (columns,), the column of `hessian` that each column here is
-    refused:       (rows,), rows that must be rounded to nearest
+    errors:         (columns, rows), in the order of `lower`; likewise nearest_errors
+    losses:         (rows,), fp64, e H e^T over `mean`
+    nearest_shift:  (rows,), fp64, what dampening adds to the same of rounding to nearest
+    back:           (columns,), the place in that order of each column of `hessian`
+    refused:        (rows,), rows that have to be rounded to nearest
     """
     rows = len(losses)
-    nearest_shift = (added @ nearest_errors.square()).double()
     bound = (lower[:, :_HEAD].t() @ nearest_errors).square().sum(0, dtype=torch.float64)
     watched = ~(bound - nearest_shift - losses > _MARGIN * bound) | refused
     sample = torch.arange(0, rows, max(1, rows // _SAMPLE), device=losses.device)
     watched[sample] = True
     index = watched.nonzero().flatten()
-    candidates = nearest_errors if len(index) == rows else nearest_errors.index_select(1, index)
+    candidates = nearest_errors.index_select(1, index)
     lengths = _squared_lengths(candidates, lower)
-    nearest = lengths - nearest_shift[index]
-    unclear = ~((nearest - losses[index]).abs() > _MARGIN * lengths)
-    losses = losses.clone()
+    ours, nearest = losses[index], lengths - nearest_shift[index]
+    unclear = ~((nearest - ours).abs() > _MARGIN * lengths)
     if bool(unclear.any()):
-        back = torch.argsort(order)
-        losses[index[unclear]] = exact_losses(errors[:, index[unclear]][back], hessian, mean)
+        ours[unclear] = exact_losses(errors[:, index[unclear]][back], hessian, mean)
         nearest[unclear] = exact_losses(candidates[:, unclear][back], hessian, mean)
 
-    better = torch.ones_like(watched)
-    better[index] = (losses[index] <= nearest) & ~refused[index]
-    gains = torch.zeros_like(losses)
-    gains[index] = torch.where(better[index], nearest - losses[index], 0.0)
-    losses[index] = torch.where(better[index], losses[index], nearest)
-    loss = float(losses.clamp(min=0).sum())
-    gain = float(gains[sample].sum()) * rows / len(sample)
-    return Judgement(better, mean * loss, mean * (loss + gain))
+    gains = (ours <= nearest) & ~refused[index]
+    better = torch.ones_like(watched).index_copy_(0, index, gains)
+    losses = losses.index_copy(0, index, torch.where(gains, ours, nearest)).clamp(min=0)
+    gain = torch.zeros_like(losses).index_copy_(0, index, torch.where(gains, nearest - ours, 0.0))
+    loss = float(losses.sum())
+    nearest_loss = loss + float(gain[sample].sum()) * rows / len(sample)
+    return better, mean * loss, mean * nearest_loss
 
 
 def exact_losses(errors: torch.Tensor, hessian: torch.Tensor, mean: float) -> torch.Tensor:

@@ -103,8 +103,11 @@ struct GptqProblem {
     Type type;  // of the weight; values are rounded to it
     Format format;
     const float* weight;
-    const float* lower;  // (columns, columns), the factor's diagonal block, transposed
-    const float* sums;   // of the errors of earlier blocks, each times its entry of the factor
+    const float* lower;  // (columns, columns), the factor's diagonal block, transposed; null rounds
+                         // to nearest, in which case there are no sums and no values either
+    bool round_quotient;  // as in PackProblem
+    bool tight;           // values must be packed to their own codes, which takes a look
+    const float* sums;    // of the errors of earlier blocks, each times its entry of the factor
     const float* added;  // (columns,), what was added to the Hessian's diagonal
     const float* scale;  // (groups, rows), divided by the global scale
     const float* zero_point;  // as scale, or null

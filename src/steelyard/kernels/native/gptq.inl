@@ -42,59 +42,95 @@ struct Strip {
     }
 };
 
+// Codes and decoded values of LANES weights that share a column.
+template <Type TYPE>
+struct Stored {
+    const Rounding& r;
+    vf scale, zero;
+    bool rounds;  // the quotient, as compressed-tensors does
+
+    vf place(vf x, bool rounds_here) const {
+        const vf quotient = x / scale;
+        const vf y = (rounds_here ? held<TYPE>(quotient) : quotient) + zero;
+        return clamp(rounds_here ? held<TYPE>(y) : y);
+    }
+
+    vf clamp(vf y) const { return vmin(vmax(y, splat(r.qmin)), splat(r.qmax)); }
+    vf round(vf y) const { return r.is_int ? round_int(y) : round_float(y, r.smallest_normal, r.magic); }
+    vf decode(vf q) const { return held<TYPE>(rounded((q - zero) * scale)); }
+    vi kept(vf q) const { return round(place(decode(q), rounds)) == q; }
+
+    // The code itself if its value is packed to it, or else one beside it of which that is true.
+    vf kept_near(vf q, vf y) const {
+        const vf step = y > q ? splat(1.0f) : splat(-1.0f);
+        const vf beside = clamp(q + step), opposite = clamp(q - step);
+        const vf other = kept(beside) ? beside : (kept(opposite) ? opposite : q);
+        return kept(q) ? q : other;
+    }
+};
+
+// s_j of a tile, given the errors of the columns behind column j.
+static Strip gptq_sum(const GptqProblem& p, int64_t j, int64_t row, int64_t n, const float* errors) {
+    const float* lower = p.lower + j * p.columns;
+    Strip sum = Strip::read(p.sums + j * p.rows + row, n, 0.0f), odd{};
+    int64_t i = p.columns - 1;
+    for (; i - 1 > j; i -= 2) {  // two chains of additions, to hide their latency
+        const float *even_error = errors + i * GPTQ_TILE, *odd_error = even_error - GPTQ_TILE;
+        for (int v = 0; v < GPTQ_VECTORS; ++v) {
+            sum.at[v] += load(even_error + v * LANES) * lower[i];
+            odd.at[v] += load(odd_error + v * LANES) * lower[i - 1];
+        }
+    }
+    for (int v = 0; v < GPTQ_VECTORS; ++v) {
+        if (i > j) odd.at[v] += load(errors + i * GPTQ_TILE + v * LANES) * lower[i];
+        sum.at[v] += odd.at[v];
+    }
+    return sum;
+}
+
 template <Type TYPE>
 static void gptq_tile(const GptqProblem& p, const Rounding& r, int64_t row, float* errors) {
     const int64_t n = std::min<int64_t>(GPTQ_TILE, p.rows - row);
-    Strip lengths{}, added{};  // squares of entries of e L; squared errors, as far as dampening
-                               // has put them in there
+    const bool nearest = p.lower == nullptr;
+    Strip lengths{}, shift{};  // the squares of e L, and how much of them is dampening
     for (int64_t j = p.columns - 1; j >= 0; --j) {
-        const Strip weight = Strip::read(p.weight + j * p.rows + row, n, 0.0f);
-        const float* lower = p.lower + j * p.columns;
-        const float pivot = lower[j];
-        Strip sum = Strip::read(p.sums + j * p.rows + row, n, 0.0f), odd{};
-        int64_t i = p.columns - 1;
-        for (; i - 1 > j; i -= 2) {  // two chains of additions, to hide their latency
-            const float *even_error = errors + i * GPTQ_TILE, *odd_error = even_error - GPTQ_TILE;
-            for (int v = 0; v < GPTQ_VECTORS; ++v) {
-                sum.at[v] += load(even_error + v * LANES) * lower[i];
-                odd.at[v] += load(odd_error + v * LANES) * lower[i - 1];
-            }
-        }
-        for (int v = 0; v < GPTQ_VECTORS; ++v) {
-            if (i > j) odd.at[v] += load(errors + i * GPTQ_TILE + v * LANES) * lower[i];
-            sum.at[v] += odd.at[v];
-        }
+        const Strip sum = nearest ? Strip{} : gptq_sum(p, j, row, n, errors);
+        const float pivot = nearest ? 1.0f : p.lower[j * p.columns + j];
         const int64_t parameter = p.group[j] * p.rows + row;
+        const Strip weight = Strip::read(p.weight + j * p.rows + row, n, 0.0f);
         const Strip scale = Strip::read(p.scale + parameter, n, 1.0f);
         const Strip zero = p.zero_point != nullptr ? Strip::read(p.zero_point + parameter, n, 0.0f)
                                                    : Strip{};
         Strip value, error;
         for (int v = 0; v < GPTQ_VECTORS; ++v) {
+            const Stored<TYPE> codes{r, scale.at[v], zero.at[v], p.round_quotient};
             const vf target = weight.at[v] + sum.at[v] / pivot;
-            const vf scaled = target / scale.at[v] + zero.at[v];
-            const vf y = vmin(vmax(scaled, splat(r.qmin)), splat(r.qmax));
-            const vf q = r.is_int ? round_int(y) : round_float(y, r.smallest_normal, r.magic);
-            value.at[v] = held<TYPE>(rounded((q - zero.at[v]) * scale.at[v]));
+            const vf y = codes.place(target, nearest && p.round_quotient);
+            const vf q = codes.round(y);
+            value.at[v] = codes.decode(p.tight && !nearest ? codes.kept_near(q, y) : q);
             error.at[v] = weight.at[v] - value.at[v];
             const vf entry = error.at[v] * pivot + sum.at[v];
             lengths.at[v] += entry * entry;
-            added.at[v] += error.at[v] * error.at[v] * p.added[j];
+            shift.at[v] += error.at[v] * error.at[v] * p.added[j];
         }
-        value.write(p.values + j * p.rows + row, n);
         error.write(p.errors + j * p.rows + row, n);
+        if (nearest) continue;
+        value.write(p.values + j * p.rows + row, n);
         error.write(errors + j * GPTQ_TILE, GPTQ_TILE);
     }
     float sums[2][GPTQ_TILE];
     lengths.write(sums[0], GPTQ_TILE);
-    added.write(sums[1], GPTQ_TILE);
-    for (int64_t k = 0; k < n; ++k) p.losses[row + k] += double(sums[0][k]) - double(sums[1][k]);
+    shift.write(sums[1], GPTQ_TILE);
+    for (int64_t k = 0; k < n; ++k) {
+        p.losses[row + k] += (nearest ? 0.0 : double(sums[0][k])) - double(sums[1][k]);
+    }
 }
 
 static void gptq_block(const GptqProblem& p, int threads) {
     const Rounding r(p.format);
     const int64_t tiles = (p.rows + GPTQ_TILE - 1) / GPTQ_TILE;
     parallel_for(tiles, 1, threads, [&](int64_t begin, int64_t end) {
-        std::vector<float> errors(p.columns * GPTQ_TILE);
+        std::vector<float> errors(p.lower != nullptr ? p.columns * GPTQ_TILE : 0);
         for (int64_t tile = begin; tile < end; ++tile) {
             const int64_t row = tile * GPTQ_TILE;
             switch (p.type) {
