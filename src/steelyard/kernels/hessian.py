@@ -10,7 +10,7 @@ import torch
 
 __all__ = ["accumulate", "symmetric"]
 
-_BLOCK = 256  # columns; smaller saves multiplications, larger makes each of them cheaper
+_BLOCK = 128  # columns; smaller saves multiplications, larger makes each of them cheaper
 
 
 def accumulate(hessian: torch.Tensor, x: torch.Tensor) -> None:

@@ -19,6 +19,7 @@ static inline vf held(vf a) {
 }
 
 constexpr int GPTQ_VECTORS = 4;
+constexpr int GPTQ_AHEAD = 6;
 constexpr int GPTQ_TILE = GPTQ_VECTORS * LANES;
 
 // One column of a tile: values of `n` rows, the rest filled up.
@@ -94,6 +95,16 @@ static void gptq_tile(const GptqProblem& p, const Rounding& r, int64_t row, floa
     const bool nearest = p.lower == nullptr;
     Strip lengths{}, shift{};  // the squares of e L, and how much of them is dampening
     for (int64_t j = p.columns - 1; j >= 0; --j) {
+        if (j >= GPTQ_AHEAD) {  // columns lie too far apart for the processor to guess
+            const int64_t ahead = (j - GPTQ_AHEAD) * p.rows + row;
+            for (int64_t k = 0; k < n; k += 16) {
+                __builtin_prefetch(p.weight + ahead + k);
+                __builtin_prefetch(p.errors + ahead + k, 1);
+                if (nearest) continue;
+                __builtin_prefetch(p.sums + ahead + k);
+                __builtin_prefetch(p.values + ahead + k, 1);
+            }
+        }
         const Strip sum = nearest ? Strip{} : gptq_sum(p, j, row, n, errors);
         const float pivot = nearest ? 1.0f : p.lower[j * p.columns + j];
         const int64_t parameter = p.group[j] * p.rows + row;
