@@ -256,10 +256,13 @@ def test_refusals() -> None:
         solve(weight, hessian, scale, None, INT4, order=torch.zeros(48, dtype=torch.int64))
     with pytest.raises(ValueError, match="g_idx must hold one entry"):
         solve(weight, hessian, scale, None, INT4, g_idx=torch.zeros(47, dtype=torch.int64))
+    with pytest.raises(StrategyError, match="each group 16 columns, got \\[48\\]"):
+        solve(weight, hessian, scale, None, INT4, g_idx=torch.zeros(48, dtype=torch.int32))
 
 
 def test_arguments_are_left_alone() -> None:
-    weight, hessian = weight_of(20, 48), hessian_of(48)
+    weight, hessian = torch.nn.Parameter(weight_of(20, 48)), hessian_of(48)
     before = weight.clone(), hessian.clone()
-    solved(weight, hessian, INT4, order=activation_order(hessian))
+    result = solved(weight, hessian, INT4, order=activation_order(hessian))
+    assert not result.weight.requires_grad
     assert torch.equal(weight, before[0]) and torch.equal(hessian, before[1])

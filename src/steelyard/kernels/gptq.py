@@ -44,7 +44,9 @@ class GPTQResult:
 
     weight: torch.Tensor
     """(out, in), decoded values in the weight's own type; packing them stores just these values.
-    A weight whose decoded value its type cannot hold (fp16 beyond 65504) is returned as it was."""
+    In rows that are rounded to nearest, a weight stays as it was where its decoded value would be
+    packed to another code: fp16 beyond 65504, or bf16 with integers of 7 and 8 bits. Pass the
+    weight in fp32 to have every code."""
     loss: float
     """tr((W - Q) H (W - Q)^T), with H as it was given."""
     nearest_loss: float
@@ -94,7 +96,13 @@ def solve(
     exact:          how rounding to nearest divides, as for `quantize_and_pack`
     """
     _check(weight, hessian, block_size, dampening_frac, order, g_idx)
+    weight, hessian = weight.detach(), hessian.detach()
     if g_idx is not None:
+        sizes = torch.bincount(g_idx.long())
+        if bool((sizes != args.group_size).any()):
+            raise StrategyError(
+                f"g_idx must give each group {args.group_size} columns, got {sizes.tolist()}"
+            )
         together = torch.argsort(g_idx, stable=True)
         apart = torch.argsort(together)
         result = solve(
@@ -224,7 +232,7 @@ def _nearest_errors(
 
 def _reordered(weight: torch.Tensor, reverse: torch.Tensor) -> torch.Tensor:
     """Return (out, in) as (columns, rows), fp32."""
-    return weight.detach().t().contiguous().index_select(0, reverse).float()
+    return weight.t().contiguous().index_select(0, reverse).float()
 
 
 def _factorise(
