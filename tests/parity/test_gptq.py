@@ -1,8 +1,8 @@
 """GPTQ with compiled blocks against the reference, at each instruction set.
 
 Both sum in fp32, but not in the same order. A weight that lies in the middle of two codes may
-therefore go either way, and what follows in its row then differs too: that happens to at most one
-row in fifty, up to the first such weight everything is equal, and the losses agree to 1e-4 for all.
+therefore go either way, and the rest of its row then differs too. None of the rows here did when
+this was written; one in 150 may, so that another processor's sums do not fail the test.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def test_solve(isa: str, args: QuantizationArgs, dtype: torch.dtype) -> None:
         for backend in ("compiled", "reference")
     )
     differs = (ours.weight != theirs.weight).any(1)
-    assert int(differs.sum()) <= 3
-    assert ours.loss == pytest.approx(theirs.loss, rel=1e-4 if not differs.any() else 1e-2)
+    assert int(differs.sum()) <= 1
+    assert ours.loss == pytest.approx(theirs.loss, rel=1e-2 if differs.any() else 1e-6)
     assert ours.nearest_loss == pytest.approx(theirs.nearest_loss, rel=1e-5)
     assert abs(ours.nearest_rows - theirs.nearest_rows) <= int(differs.sum())
     assert (ours.dampening_frac, ours.dead_columns) == (theirs.dampening_frac, theirs.dead_columns)
