@@ -171,9 +171,9 @@ def private_bytes(pid: int) -> int:
     return 0  # it just ended
 
 
-def asked(python: str, kind: str, *arguments: object) -> dict:
-    """Do one of TASKS in another environment; return what it found."""
-    command = [python, __file__, kind, *map(str, arguments)]
+def asked(python: str, kind: str, *arguments: object, script: str = __file__) -> dict:
+    """Do one of a script's TASKS in another environment; return what it found."""
+    command = [python, script, kind, *map(str, arguments)]
     found = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
     return json.loads(found.stdout.splitlines()[-1])
 

@@ -68,7 +68,8 @@ def observe(module: Module | Iterable[Module], base_name: str) -> None:
     for each in _modules(module):
         observer = observer_of(each, base_name)
         if observer is not None:
-            observer(getattr(each, base_name))
+            groups = getattr(each, f"{base_name}_g_idx", None)
+            observer(getattr(each, base_name), **({} if groups is None else {"g_idx": groups}))
 
 
 @torch.no_grad()

@@ -39,9 +39,14 @@ class Modifier(BaseModel):
         return Modifier.registry.register(name)  # type: ignore[return-value]
 
     @property
-    def needs_data(self) -> bool:
-        """Whether calibration data must flow through the model."""
+    def needs_activations(self) -> bool:
+        """Whether what flows through the model must be seen."""
         return False
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether calibration data must flow, also if only for importance."""
+        return self.needs_activations
 
     @property
     def propagates_error(self) -> bool:

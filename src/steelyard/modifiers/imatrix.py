@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, field_validator
 
 from steelyard.modifiers.base import Modifier
 from steelyard.modifiers.targets import Target
@@ -15,11 +18,21 @@ class IMatrixGatherer(Modifier):
     """Let calibration data flow, so that `optimal` and `imatrix_mse` can weigh the columns.
 
     The observers gather for themselves, in the pass that runs anyway; this modifier asks for that
-    pass where the scheme alone would need no data.
+    pass where the scheme alone would need no data. With `load_from` no data is needed.
     """
 
     ignore: list[Target] = Field(default_factory=lambda: ["lm_head"])
+    load_from: list[str] = Field(
+        default_factory=list,
+        description="files to take importance from, added up: our own, or llama.cpp's GGUF",
+    )
+    save_to: str | None = Field(default=None, description="a file for what was gathered")
+
+    @field_validator("load_from", mode="before")
+    @classmethod
+    def _one_file_is_a_list(cls, value: Any) -> Any:
+        return [str(value)] if isinstance(value, (str, Path)) else value
 
     @property
     def needs_data(self) -> bool:
-        return True
+        return not self.load_from

@@ -95,6 +95,28 @@ class ImportanceObserver(Observer):
         module.__dict__["_imatrix_sum"] = self._imatrix_sum
         module.__dict__["_imatrix_count"] = self._imatrix_count
 
+    @property
+    def gathered(self) -> tuple[torch.Tensor, int] | None:
+        """The sum of x^2 per column and the number of tokens, if any were seen."""
+        if self._imatrix_sum is None or int(self._imatrix_count) == 0:
+            return None
+        return self._imatrix_sum.clone(), int(self._imatrix_count)
+
+    def add_importance(self, squares: torch.Tensor, tokens: int) -> None:
+        """Add what was gathered elsewhere, such as in an earlier run.
+
+        squares: (columns,), the sum of x^2
+        """
+        if self._imatrix_sum is None:
+            self._imatrix_sum = torch.zeros_like(squares, dtype=IMATRIX_PRECISION)
+        if self._imatrix_sum.shape != squares.shape:
+            raise ImportanceError(
+                f"{self.label}: importance of {len(squares)} input channels was given, the module "
+                f"has {len(self._imatrix_sum)}"
+            )
+        self._imatrix_sum = self._imatrix_sum + squares.to(self._imatrix_sum)
+        self._imatrix_count = self._imatrix_count + tokens
+
     # -- weighing ---------------------------------------------------------------------------
 
     def importance_for(self, observed: torch.Tensor) -> torch.Tensor | None:

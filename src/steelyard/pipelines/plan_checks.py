@@ -14,13 +14,14 @@ from compressed_tensors.utils.match import is_match, is_narrow_match, match_targ
 from torch.nn import Embedding, Module
 
 from steelyard.checkpoint.layout import format_of
-from steelyard.errors import StrategyError
-from steelyard.modifiers import IMatrixGatherer, Modifier, QuantizationModifier
+from steelyard.errors import PipelineError, StrategyError
+from steelyard.modifiers import GPTQModifier, IMatrixGatherer, Modifier, QuantizationModifier
 from steelyard.observers import Observer
 from steelyard.observers.checks import check_type
 from steelyard.observers.fusion import fused_groups
 from steelyard.observers.helpers import check_strategy
 from steelyard.observers.importance import ImportanceObserver
+from steelyard.pipelines.sequential import decoder_layers
 
 if TYPE_CHECKING:
     from steelyard.pipelines.plan import Plan, Planned
@@ -30,6 +31,10 @@ __all__ = ["attention_group", "errors_of", "warnings_of"]
 # Layers that tensor parallelism cuts along their input.
 _ROW_PARALLEL = ("o_proj", "down_proj", "out_proj", "dense", "w2", "fc2", "wo")
 _PARALLEL = (2, 4, 8)
+_IDLE = (
+    "IMatrixGatherer gathers for nothing, since no weight that it targets has an observer that "
+    "uses importance: choose optimal or imatrix_mse as the weight_observer, or leave it out"
+)
 _EXPERT = re.compile(r"\.experts\.(\d+\.|\w+$)")
 
 
@@ -40,12 +45,15 @@ def errors_of(plan: Plan, model: Any, modifiers: Sequence[Modifier]) -> Iterator
         if not _matches(modules, target):
             yield f"the target {target!r} matches no module: look at its spelling"
     for gatherer in _gatherers(modifiers):
+        if gatherer.save_to is not None and not _feeds_an_observer(gatherer, plan, modules):
+            yield f"nothing would be saved to {gatherer.save_to}: {_IDLE}"
         for target in gatherer.targets:
             if not _matches(modules, target):
                 yield (
                     f"the target {target!r} of IMatrixGatherer matches no module: look at its "
                     "spelling"
                 )
+    yield from _other_sequences(model, modifiers)
     yield from _unstorable(plan)
     yield from _unsupported_attention(plan, model, modules)
     if not plan.quantized and not plan.attention:
@@ -72,12 +80,8 @@ def warnings_of(plan: Plan, model: Any, modifiers: Sequence[Modifier]) -> Iterat
         if isinstance(modifier, QuantizationModifier):
             yield from modifier.idle_observers()
     for gatherer in _gatherers(modifiers):
-        if not _feeds_an_observer(gatherer, plan, modules):
-            yield (
-                "IMatrixGatherer gathers for nothing, since no weight that it targets has an "
-                "observer that uses importance: choose optimal or imatrix_mse as the "
-                "weight_observer, or leave it out"
-            )
+        if gatherer.save_to is None and not _feeds_an_observer(gatherer, plan, modules):
+            yield _IDLE
     stacked = [left for left in plan.left if len(left.shape) > 2]
     if stacked:
         share = sum(left.nbytes for left in stacked) / max(plan.source_bytes, 1)
@@ -87,6 +91,24 @@ def warnings_of(plan: Plan, model: Any, modifiers: Sequence[Modifier]) -> Iterat
         )
     yield from _experts_in_transformers(plan)
     yield from _indivisible_in_parallel(plan)
+
+
+def _other_sequences(model: Any, modifiers: Sequence[Modifier]) -> Iterator[str]:
+    """`sequential_targets` that are not what runs one after another here."""
+    for modifier in modifiers:
+        if not isinstance(modifier, GPTQModifier) or modifier.sequential_targets is None:
+            continue
+        try:
+            name, layers = decoder_layers(model)
+        except PipelineError:
+            continue
+        layer = layers[0]
+        for target in modifier.sequential_targets:
+            if not is_match(f"{name}.0", layer, target):
+                yield (
+                    f"sequential_targets has {target!r}, but what runs one after another are the "
+                    f"decoder's layers: {type(layer).__name__}, or leave it out"
+                )
 
 
 def _experts_in_transformers(plan: Plan) -> Iterator[str]:

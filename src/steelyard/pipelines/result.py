@@ -16,12 +16,14 @@ __all__ = ["ModuleResult", "Result"]
 class ModuleResult:
     """What became of one module.
 
-    error:  squared error of the stored weight, over the sum of squares of the weight
-    tokens: how many calibration tokens its observers saw
+    error:   squared error of the stored weight, over the sum of squares of the weight
+    tokens:  how many calibration tokens reached it
+    details: what an algorithm tells beyond that, in JSON's types
     """
 
     error: float | None
     tokens: int
+    details: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass

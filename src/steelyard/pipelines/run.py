@@ -6,8 +6,10 @@ data pass, compute the parameters, and hand the tensors to the output.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,9 +20,11 @@ from torch.nn import Module
 from steelyard.calibration import Calibration
 from steelyard.calibration.lifecycle import observed_tokens
 from steelyard.errors import CalibrationError, PipelineError
-from steelyard.modifiers import IMatrixGatherer
+from steelyard.modifiers import GPTQModifier, IMatrixGatherer
 from steelyard.observers.importance import ImportanceObserver
+from steelyard.observers.importance_file import Importance, load_importance, save_importance
 from steelyard.pipelines.data import Samples
+from steelyard.pipelines.gptq import GPTQ
 from steelyard.pipelines.progress import progress
 from steelyard.pipelines.result import ModuleResult, Result
 from steelyard.pipelines.saving import Output
@@ -55,10 +59,14 @@ class Run:
         self.propagate = propagate
         self.show = show
         self.output: Output
+        self.importance: Importance = {}  # from files
+        self.gathered: Importance = {}
         self.unseen: list[str] = []
         self.weights_only_schemes: dict[str, QuantizationScheme] = {}
         self.device = _device(source.model)
         self.dtype = fast_dtype(source.dtype, self.device)
+        modifiers = [m for m in result.recipe.modifiers if isinstance(m, GPTQModifier)]
+        self.gptq = GPTQ(modifiers[0], result.notes) if modifiers else None
         self.done = 0  # steps: jobs of a stream, or layers
         self.calibrated = False  # all modules are, and their tensors written
         self._mark_cost = 0.0  # seconds, of the last one
@@ -70,7 +78,9 @@ class Run:
         view, writer, plan = self.source.shards, self.output.writer, self.result.plan
         assert view is not None and writer is not None
         if not self.calibrated:
-            stream = Stream(view, plan, writer, self.result.modules, self.state, self.show)
+            stream = Stream(
+                view, plan, writer, self.result.modules, self.state, self.importance, self.show
+            )
             stream.run(self.done)
             self.done = stream.done
         weighed = (p.name for p in plan.quantized if p.scheme.weights is not None)
@@ -172,8 +182,8 @@ class Run:
         progress = self.output.progress
         if progress is None:
             return
-        for name, (error, tokens) in progress["modules"].items():
-            self.result.modules[name] = ModuleResult(error, tokens)
+        for name, (error, tokens, details) in progress["modules"].items():
+            self.result.modules[name] = ModuleResult(error, tokens, details)
             if error is not None:
                 self.output.done.add(self.source.key(f"{name}.weight"))
         for name, scheme in progress["weights_only"].items():
@@ -181,6 +191,10 @@ class Run:
         self.unseen = progress["unseen"]
         self.result.notes += progress["notes"]
         self.done, self.calibrated = progress["done"], progress["calibrated"]
+        assert self.output.writer is not None
+        saved = self.output.writer.work.path / f"importance-{self.done}"
+        if saved.exists():
+            self.gathered = load_importance(saved)
         count = len(self.result.modules)
         self.result.notes.append(f"continued after {count} modules, which an earlier run had done")
 
@@ -190,7 +204,9 @@ class Run:
         return {
             "done": self.done if done is None else done,
             "calibrated": self.calibrated,
-            "modules": {name: [m.error, m.tokens] for name, m in self.result.modules.items()},
+            "modules": {
+                name: [m.error, m.tokens, m.details] for name, m in self.result.modules.items()
+            },
             "weights_only": {name: scheme.model_dump(mode="json") for name, scheme in schemes},
             "unseen": self.unseen,
             "notes": self.result.notes,
@@ -206,9 +222,11 @@ class Run:
         path = writer.work.path / f"hidden-{self.done}.safetensors"
         if batches is not None:
             save_hidden(batches, path)
+            if self.gathered:
+                save_importance(self.gathered, writer.work.path / f"importance-{self.done}")
         writer.mark(self.state())
-        for old in writer.work.path.glob("hidden-*.safetensors"):
-            if old != path:
+        for old in writer.work.path.glob("*-*"):
+            if not old.stem.endswith(f"-{self.done}"):
                 old.unlink()
         self._mark_cost = time.monotonic() - started
 
@@ -230,12 +248,21 @@ class Run:
         with self.source.loaded(module, name, without):
             with Calibration(module, name, without) as calibration:
                 self._gather_only_where_asked(calibration)
-                with computing_in(module, self.dtype):
+                gptq = self.gptq.begin(calibration.modules) if self.gptq else None
+                with computing_in(module, self.dtype), gptq or contextlib.nullcontext():
                     run()
                 calibration.sync()
+                self._exchange_importance(calibration)
                 self._note_unseen(calibration)
+                if gptq is not None:
+                    gptq.regroup()
                 calibration.finish()
-                tokens = {n: observed_tokens(m) for n, m in calibration.modules.items()}
+                found = {
+                    n: ModuleResult(None, observed_tokens(m))
+                    for n, m in calibration.modules.items()
+                }
+                if gptq is not None:
+                    found.update(gptq.finish())
                 self._note_unweighed(calibration)
             with computing_in(module, self.dtype, scales=True):
                 again()
@@ -243,10 +270,12 @@ class Run:
                 return
             self.output.add(module, name, without)
             for each, quantized in calibration.modules.items():
-                error = self.output.errors.get(each)
-                if error is None:  # nothing was written
-                    error = weight_error(quantized)
-                self.result.modules[each] = ModuleResult(error, tokens[each])
+                result = found[each]
+                if result.error is None:  # against the weight as it is now, which is as it was
+                    error = self.output.errors.get(each)
+                    error = weight_error(quantized) if error is None else error
+                    result = replace(result, error=error)
+                self.result.modules[each] = result
 
     def _gather_only_where_asked(self, calibration: Calibration) -> None:
         """Where there is an IMatrixGatherer, its targets say which modules gather importance."""
@@ -263,6 +292,16 @@ class Run:
             if isinstance(observer, ImportanceObserver) and not asked:
                 observer.detach(module)
                 observer.reset()
+
+    def _exchange_importance(self, calibration: Calibration) -> None:
+        """Keep what was gathered, and add what files hold."""
+        for name, _, observer in calibration.observers():
+            if not isinstance(observer, ImportanceObserver):
+                continue
+            if observer.gathered is not None:
+                self.gathered[name] = observer.gathered
+            if name in self.importance:
+                observer.add_importance(*self.importance[name])
 
     def _hopeless(self) -> list[str]:
         """Return the modules that saw nothing and have no weights to fall back to."""

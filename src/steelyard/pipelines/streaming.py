@@ -19,6 +19,8 @@ import torch
 from steelyard.checkpoint import CheckpointView, CheckpointWriter, stored_tensors
 from steelyard.observers import Observer
 from steelyard.observers.fusion import fused_groups
+from steelyard.observers.importance import ImportanceObserver
+from steelyard.observers.importance_file import Importance
 from steelyard.pipelines.plan import Plan, Planned
 from steelyard.pipelines.progress import progress
 from steelyard.pipelines.result import ModuleResult
@@ -81,7 +83,7 @@ def budget_of(view: CheckpointView, jobs: Sequence[Job]) -> int:
 
 @torch.no_grad()
 def quantize(
-    modules: Sequence[Planned], weights: Sequence[torch.Tensor]
+    modules: Sequence[Planned], weights: Sequence[torch.Tensor], importance: Importance
 ) -> Iterator[tuple[dict[str, torch.Tensor], ModuleResult]]:
     """Yield what the file holds for each weight, and how far that is from it."""
     observers = []
@@ -91,6 +93,8 @@ def quantize(
         name = args.observer or "memoryless_minmax"
         observer = Observer.load_from_registry(name, base_name="weight", args=args)
         observer.module_name = planned.name
+        if isinstance(observer, ImportanceObserver) and planned.name in importance:
+            observer.add_importance(*importance[planned.name])
         observers.append(observer)
     Observer.fuse(observers)
     for observer, weight in zip(observers, weights, strict=True):
@@ -108,6 +112,7 @@ class Stream:
 
     modules: what became of each module, filled as they are done
     state:   called with the number of jobs that are done; returns what a mark records
+    importance: of the modules whose observers use it, from a file
     """
 
     def __init__(
@@ -117,12 +122,14 @@ class Stream:
         writer: CheckpointWriter,
         modules: dict[str, ModuleResult],
         state: Callable[[int], dict[str, Any]],
+        importance: Importance | None = None,
         show: bool | None = None,
     ) -> None:
         self.view = view
         self.writer = writer
         self.modules = modules
         self.state = state
+        self.importance = importance or {}
         self.show = show
         self.jobs = jobs_of(view, plan)
         self.budget = budget_of(view, self.jobs)
@@ -176,7 +183,7 @@ class Stream:
                 continue
             job, size, read = ahead.popleft()
             weights = read.result()
-            stored = list(quantize(job.modules, weights)) if job.modules else []
+            stored = list(quantize(job.modules, weights, self.importance)) if job.modules else []
             behind.append((size, writing.submit(self._write, job, weights, stored)))
             del weights, stored, read
             while behind and (behind[0][1].done() or on_the_way > self.budget):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 from compressed_tensors.quantization import (
     DynamicType,
@@ -42,6 +42,8 @@ class QuantizationModifier(Modifier):
 
     One of `scheme` and `config_groups` says how; `kv_cache_scheme` may stand alone.
     """
+
+    _ways: ClassVar[tuple[str, ...]] = ("scheme", "config_groups")
 
     scheme: str | dict[str, list[Target]] | None = Field(
         default=None,
@@ -117,8 +119,8 @@ class QuantizationModifier(Modifier):
             raise ValueError("give either scheme or config_groups, not both")
         self._refuse_idle_targets()
         self._refuse_two_observers()
-        if self.scheme is None and not self.config_groups and self.kv_cache_scheme is None:
-            raise ValueError("give one of scheme, config_groups and kv_cache_scheme")
+        if not self._groups() and self.kv_cache_scheme is None:
+            raise ValueError(f"give one of {', '.join(self._ways)} and kv_cache_scheme")
         self.config  # noqa: B018  # what it refuses is to be refused here
         return self
 
@@ -149,16 +151,20 @@ class QuantizationModifier(Modifier):
             if one in chosen and other in chosen:
                 raise ValueError(f"{one} and {other} choose for the same value: give one of them")
 
+    def _groups(self) -> dict[str, QuantizationScheme]:
+        """Return the schemes that the options name, before observers are chosen."""
+        if self.scheme is None:
+            return dict(self.config_groups or {})
+        by_name = {self.scheme: self.targets} if isinstance(self.scheme, str) else self.scheme
+        return {
+            f"group_{i}": preset_name_to_scheme(name, targets)
+            for i, (name, targets) in enumerate(by_name.items())
+        }
+
     @cached_property
     def config(self) -> QuantizationConfig:
-        groups: dict[str, QuantizationScheme] = {}
-        if self.scheme is not None:
-            by_name = {self.scheme: self.targets} if isinstance(self.scheme, str) else self.scheme
-            for i, (name, targets) in enumerate(by_name.items()):
-                groups[f"group_{i}"] = preset_name_to_scheme(name, targets)
-        else:
-            groups = dict(self.config_groups or {})
-        groups = {name: with_observers(scheme, *self._choices()) for name, scheme in groups.items()}
+        choices = self._choices()
+        groups = {name: with_observers(s, *choices) for name, s in self._groups().items()}
         return QuantizationConfig(
             config_groups=groups,
             kv_cache_scheme=self._kv_cache_args(),
@@ -170,11 +176,16 @@ class QuantizationModifier(Modifier):
         return self.config
 
     @property
-    def needs_data(self) -> bool:
+    def needs_activations(self) -> bool:
         cache = self.config.kv_cache_scheme
         if cache is not None and cache.dynamic is not True:
             return True
-        return any(_needs_data(scheme) for scheme in self.config.config_groups.values())
+        return any(_needs_activations(scheme) for scheme in self.config.config_groups.values())
+
+    @property
+    def needs_data(self) -> bool:
+        schemes = self.config.config_groups.values()
+        return self.needs_activations or any(_needs_importance(scheme) for scheme in schemes)
 
     def idle_observers(self) -> Iterator[str]:
         """Yield a sentence for every observer that was chosen and will observe nothing."""
@@ -236,12 +247,15 @@ def _refuse_shared(targets: dict[str, list[str]]) -> None:
         )
 
 
-def _needs_data(scheme: QuantizationScheme) -> bool:
+def _needs_importance(scheme: QuantizationScheme) -> bool:
     weights = scheme.weights
-    if weights is not None and weights.observer is not None:
-        observer = Observer.get_value_from_registry(weights.observer)
-        if getattr(observer, "needs_importance", False):
-            return True
+    if weights is None or weights.observer is None:
+        return False
+    observer = Observer.get_value_from_registry(weights.observer)
+    return bool(getattr(observer, "needs_importance", False))
+
+
+def _needs_activations(scheme: QuantizationScheme) -> bool:
     return any(
         args is not None and args.dynamic in (False, DynamicType.LOCAL)
         for args in (scheme.input_activations, scheme.output_activations)

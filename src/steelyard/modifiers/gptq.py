@@ -1,0 +1,124 @@
+"""GPTQ: weights are rounded so that what flows through them changes least.
+
+    GPTQModifier(scheme="W4A16", ignore=["lm_head"])
+
+The scales come from an observer, as for `QuantizationModifier`; calibration data then decides which
+way each weight is rounded. Each layer sees what the quantized layers before it give.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any, ClassVar
+
+from compressed_tensors.compressors.base import BaseCompressor
+from compressed_tensors.quantization import (
+    ActivationOrdering,
+    QuantizationArgs,
+    QuantizationConfig,
+    QuantizationScheme,
+    preset_name_to_scheme,
+)
+from pydantic import Field, field_validator
+
+from steelyard.modifiers.base import Modifier
+from steelyard.modifiers.quantization.modifier import QuantizationModifier
+from steelyard.modifiers.quantization.schemes import args_problem
+from steelyard.modifiers.targets import Target
+
+__all__ = ["GPTQModifier"]
+
+DEFAULT_OBSERVER = "optimal"
+REGROUPING = (ActivationOrdering.GROUP, ActivationOrdering.DYNAMIC)
+
+
+@Modifier.register("GPTQModifier")
+class GPTQModifier(QuantizationModifier):
+    """Quantize weights with GPTQ; activations and the KV cache as `QuantizationModifier` does.
+
+    One of `scheme`, `config_groups` and `weights` says how.
+    """
+
+    _ways: ClassVar[tuple[str, ...]] = ("scheme", "config_groups", "weights")
+
+    weights: QuantizationArgs | None = Field(
+        default=None, description="how the weights of all targets are quantized, and nothing else"
+    )
+    block_size: int = Field(default=128, ge=1, description="columns between two large products")
+    dampening_frac: float | None = Field(
+        default=0.01, ge=0, description="added to the diagonal, as a fraction of its mean"
+    )
+    actorder: ActivationOrdering | None = Field(
+        default=ActivationOrdering.STATIC,
+        description="columns with the largest inputs first (static, weight), or as they lie (null)",
+    )
+    offload_hessians: bool = Field(default=False, description="keep second moments on the CPU")
+    sequential_targets: list[Target] | None = Field(
+        default=None, description="what runs one after another; always the decoder's layers here"
+    )
+
+    @field_validator("sequential_targets", mode="before")
+    @classmethod
+    def _one_target_is_a_list(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    @field_validator("weights")
+    @classmethod
+    def _weights_can_be_stored(cls, value: QuantizationArgs | None) -> QuantizationArgs | None:
+        if value is not None and (problem := args_problem(value)):
+            raise ValueError(f"num_bits: {problem}")
+        return value
+
+    @field_validator("actorder")
+    @classmethod
+    def _can_be_stored_so(cls, value: ActivationOrdering | None) -> ActivationOrdering | None:
+        if value in REGROUPING and not _stores_groups():
+            raise ValueError(
+                "the installed compressed-tensors does not store groups of columns that lie apart; "
+                "actorder: static has the same order of rounding and keeps the groups"
+            )
+        return value
+
+    def _refuse_idle_targets(self) -> None:
+        if self.weights is None:
+            super()._refuse_idle_targets()
+        elif self.scheme is not None or self.config_groups is not None:
+            raise ValueError("give one of scheme, config_groups and weights")
+
+    def _groups(self) -> dict[str, QuantizationScheme]:
+        groups = super()._groups()
+        if self.weights is not None:
+            groups = {"group_0": QuantizationScheme(targets=self.targets, weights=self.weights)}
+        return {name: self._with_default(scheme) for name, scheme in groups.items()}
+
+    def _with_default(self, scheme: QuantizationScheme) -> QuantizationScheme:
+        """Give weights whose observer nobody chose the one that serves GPTQ best."""
+        args = scheme.weights
+        if args is None or (self.scheme is None and "observer" in args.model_fields_set):
+            return scheme
+        changed = args.model_copy(update={"observer": DEFAULT_OBSERVER, "observer_kwargs": {}})
+        return scheme.model_copy(update={"weights": changed})
+
+    @cached_property
+    def config(self) -> QuantizationConfig:
+        config = super().config
+        for scheme in config.config_groups.values():
+            if scheme.weights is not None and scheme.weights.strategy in ("group", "tensor_group"):
+                scheme.weights.actorder = self.actorder  # elsewhere it leaves no trace
+        return config
+
+    @property
+    def needs_activations(self) -> bool:
+        return True
+
+    @property
+    def propagates_error(self) -> bool:
+        return True
+
+
+def _stores_groups() -> bool:
+    scheme = preset_name_to_scheme("W4A16", ["Linear"])
+    assert scheme.weights is not None
+    scheme.weights.actorder = ActivationOrdering.GROUP
+    compressor = BaseCompressor.get_value_from_registry("pack-quantized")
+    return "weight_g_idx" in compressor.compression_param_names(scheme)

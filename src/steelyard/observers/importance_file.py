@@ -1,0 +1,129 @@
+"""Importance in files: saved, loaded, added up over runs, and read from llama.cpp's.
+
+Per module a file holds the sum of x^2 of each input channel, and how many tokens it was summed
+over. Sums of two runs add up to those of one run over all the data.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from steelyard.errors import ImportanceError
+
+__all__ = ["Importance", "load_importance", "merge_importance", "save_importance"]
+
+Importance = dict[str, tuple[torch.Tensor, int]]
+"""module -> (sum of squares per input channel, fp32; tokens)"""
+
+_KIND = "importance 1"
+_ARCHITECTURES = {"qwen3_moe": "qwen3moe", "qwen2_moe": "qwen2moe", "mixtral": "llama"}
+_ARCHITECTURES |= {"smollm3": "llama", "mistral": "llama", "gemma3_text": "gemma3"}
+
+
+def save_importance(importance: Mapping[str, tuple[torch.Tensor, int]], path: str | Path) -> None:
+    """Write a file that is there as a whole or not at all."""
+    path = Path(path)
+    tensors = {}
+    for name, (squares, tokens) in importance.items():
+        tensors[f"{name}.sum"] = squares.detach().to("cpu", torch.float32).contiguous()
+        tensors[f"{name}.count"] = torch.tensor(tokens, dtype=torch.int64)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    save_file(tensors, partial, metadata={"steelyard": _KIND})
+    partial.replace(path)
+
+
+def load_importance(
+    path: str | Path, modules: Iterable[str] = (), model_type: str = "llama"
+) -> Importance:
+    """Read a file that `save_importance` wrote, or llama.cpp's imatrix in GGUF.
+
+    modules, model_type: of the model that is to be quantized; GGUF has other names for modules
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ImportanceError(f"there is no importance file {path}")
+    if path.suffix == ".gguf":
+        return _load_gguf(path, modules, model_type)
+    try:
+        with safe_open(path, "pt") as file:
+            kind = (file.metadata() or {}).get("steelyard")
+            if kind != _KIND:
+                raise ImportanceError(f"{path} holds {kind or 'tensors'}, not importance")
+            names = [key.removesuffix(".sum") for key in file.keys() if key.endswith(".sum")]  # noqa: SIM118
+            return {
+                name: (file.get_tensor(f"{name}.sum"), int(file.get_tensor(f"{name}.count")))
+                for name in names
+            }
+    except SafetensorError as error:
+        raise ImportanceError(
+            f"{path} is not an importance file ({error}); llama.cpp's older format can be written "
+            "anew as GGUF by llama-imatrix"
+        ) from error
+
+
+def merge_importance(*parts: Importance) -> Importance:
+    """Return the importance of one run over the data of all."""
+    merged: Importance = {}
+    for part in parts:
+        for name, (squares, tokens) in part.items():
+            before, count = merged.get(name, (torch.zeros_like(squares), 0))
+            if before.shape != squares.shape:
+                raise ImportanceError(
+                    f"{name} has {len(before)} input channels in one file and {len(squares)} in "
+                    "another; they are not of one model"
+                )
+            merged[name] = (before + squares, count + tokens)
+    return merged
+
+
+def _load_gguf(path: Path, modules: Iterable[str], model_type: str) -> Importance:
+    try:
+        import gguf
+    except ImportError:
+        raise ImportanceError(f"reading {path} needs the package gguf: pip install gguf") from None
+    try:
+        reader: Any = gguf.GGUFReader(path)
+    except (ValueError, IndexError, OSError) as error:
+        raise ImportanceError(f"{path} is not a GGUF file: {error}") from error
+    stored = {tensor.name: tensor for tensor in reader.tensors}
+    wanted = _ARCHITECTURES.get(model_type, model_type)
+    known = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(known.get(wanted, gguf.MODEL_ARCH.LLAMA), 1024)
+    found: Importance = {}
+    for module in modules:
+        plain, expert = _without_expert(module)
+        name = names.get_name(f"{plain}.weight", try_suffixes=(".weight",))
+        if f"{name}.in_sum2" not in stored:
+            continue
+        squares = torch.from_numpy(stored[f"{name}.in_sum2"].data.copy()).float()
+        counts = torch.from_numpy(stored[f"{name}.counts"].data.copy()).flatten()
+        columns = squares.shape[-1]
+        row = squares.reshape(-1, columns)[expert or 0]
+        found[module] = (row, int(counts[expert or 0]))
+    if not found:
+        raise ImportanceError(
+            f"{path} has importance for none of the modules: it is no imatrix, or not of a "
+            f"{model_type!r}"
+        )
+    return found
+
+
+def _without_expert(module: str) -> tuple[str, int | None]:
+    """Take the number of an expert out of a name.
+
+    >>> _without_expert("model.layers.0.mlp.experts.7.up_proj")
+    ('model.layers.0.mlp.experts.up_proj', 7)
+    """
+    parts = module.split(".")
+    if "experts" in parts:
+        place = parts.index("experts") + 1
+        if place < len(parts) and parts[place].isdigit():
+            return ".".join(parts[:place] + parts[place + 1 :]), int(parts[place])
+    return module, None

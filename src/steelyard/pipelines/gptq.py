@@ -1,0 +1,109 @@
+"""GPTQ on the modules of a layer: gather second moments while data flows, then solve for each.
+
+What a module's weight becomes are the values that will be stored, so that the pass through the
+quantized layer, and the packing, find what was decided here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.nn import Module, Parameter
+
+from steelyard.calibration.hessians import Hessians
+from steelyard.kernels.gptq import GPTQResult, activation_order, solve
+from steelyard.modifiers import GPTQModifier
+from steelyard.modifiers.gptq import REGROUPING
+from steelyard.pipelines.result import ModuleResult
+from steelyard.pipelines.weight_errors import relative_error
+
+__all__ = ["GPTQ"]
+
+
+class GPTQ:
+    """The modifier's options, and where it tells what it had to do otherwise."""
+
+    def __init__(self, modifier: GPTQModifier, notes: list[str]) -> None:
+        self.modifier = modifier
+        self.notes = notes
+
+    def begin(self, modules: Mapping[str, Module]) -> LayerGPTQ:
+        """Return what gathers, while it is entered, for the quantized weights among `modules`."""
+        weighed = {
+            name: module
+            for name, module in modules.items()
+            if isinstance(module, torch.nn.Linear) and _scheme(module).weights is not None
+        }
+        return LayerGPTQ(self, weighed)
+
+
+class LayerGPTQ(Hessians):
+    """One layer."""
+
+    def __init__(self, gptq: GPTQ, modules: Mapping[str, Module]) -> None:
+        super().__init__(modules, gptq.modifier.offload_hessians)
+        self.gptq = gptq
+
+    def regroup(self) -> None:
+        """Give columns of like importance one group, where the activation order asks for that."""
+        if self.gptq.modifier.actorder not in REGROUPING:
+            return
+        for name, module in self.modules.items():
+            order = activation_order(self.hessian(name))
+            size = _scheme(module).weights.group_size or len(order)
+            groups = torch.empty_like(order)
+            groups[order] = torch.arange(len(order), device=order.device) // size
+            module.register_parameter(
+                "weight_g_idx", Parameter(groups.to(torch.int32), requires_grad=False)
+            )
+
+    def finish(self) -> dict[str, ModuleResult]:
+        """Solve for every module, whose scales must be known by now."""
+        return {name: self._solve(name, module) for name, module in self.modules.items()}
+
+    @torch.no_grad()
+    def _solve(self, name: str, module: Any) -> ModuleResult:
+        modifier, args = self.gptq.modifier, _scheme(module).weights
+        hessian = self.hessian(name).to(module.weight.device)
+        result = solve(
+            module.weight.data,
+            hessian,
+            module.weight_scale.data,
+            None if args.symmetric else module.weight_zero_point.data,
+            args,
+            getattr(module, "weight_global_scale", None),
+            block_size=modifier.block_size,
+            dampening_frac=modifier.dampening_frac or 0.0,
+            order=None if modifier.actorder is None else activation_order(hessian),
+            g_idx=getattr(module, "weight_g_idx", None),
+        )
+        off = (module.weight.data.float() - result.weight.float()).square_()
+        error = relative_error(float(off.sum(dtype=torch.float64)), module.weight.data)
+        module._parameters["weight"] = Parameter(result.weight, requires_grad=False)
+        self._tell(name, result, modifier.dampening_frac or 0.0)
+        return ModuleResult(error, self.tokens(name), _details(result))
+
+    def _tell(self, name: str, result: GPTQResult, dampening: float) -> None:
+        if result.fallback is not None:
+            self.gptq.notes.append(f"{name}: rounded to nearest, since {result.fallback}")
+        elif result.dampening_frac > dampening:
+            self.gptq.notes.append(
+                f"{name}: its second moments needed a dampening of {result.dampening_frac:g}"
+            )
+
+
+def _scheme(module: Any) -> Any:
+    return module.quantization_scheme
+
+
+def _details(result: GPTQResult) -> dict[str, Any]:
+    return {
+        "loss": result.loss,
+        "nearest_loss": result.nearest_loss,
+        "dampening_frac": result.dampening_frac,
+        "dead_columns": result.dead_columns,
+        "nearest_rows": result.nearest_rows,
+        "fallback": result.fallback,
+    }

@@ -1,0 +1,288 @@
+"""GPTQ through `oneshot`: checkpoints that load, beat rounding to nearest, and can be continued."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import small_model, token_batches
+from safetensors.torch import load_file
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM
+
+from steelyard import oneshot
+from steelyard.checkpoint import CheckpointWriter
+from steelyard.errors import RecipeError
+from steelyard.kernels.gptq import solve
+from steelyard.modifiers import GPTQModifier, IMatrixGatherer, QuantizationModifier
+from steelyard.recipes import load_recipe
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+SEED = """
+quantization_stage:
+  quantization_modifiers:
+    GPTQModifier:
+      weights:
+        observer: mse
+        observer_kwargs: {maxshrink: 0.1, patience: 10, averaging_constant: 0.05, grid: 128.0}
+        num_bits: 4
+        type: int
+        symmetric: true
+        strategy: channel
+      targets: [Linear]
+      ignore: [lm_head]
+"""
+
+
+def weights(**args: Any) -> dict[str, Any]:
+    return {"targets": ["Linear"], "weights": {"num_bits": 4, **args}}
+
+
+def groups(size: int = 32, **args: Any) -> dict[str, Any]:
+    return {"group_0": weights(strategy="group", group_size=size, **args)}
+
+
+def correlated(seed: int = 0) -> list[torch.Tensor]:
+    """Few different tokens, so that the inputs of layers are far from independent."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, 24, (2, 32), generator=generator) for _ in range(6)]
+
+
+def read(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found.update(load_file(file))
+    return found
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "m"
+    small_model("llama", hidden_size=128, num_hidden_layers=3).save_pretrained(folder)
+    return folder
+
+
+@torch.no_grad()
+def divergence(folder: Path, source: Path) -> float:
+    """Mean KL divergence from the model before it was quantized."""
+    plain, quantized = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)(batch).logits
+        for path in (source, folder)
+        for batch in [torch.cat(correlated(seed=1))]
+    )
+    p, q = (logits.float().log_softmax(-1) for logits in (plain, quantized))
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+SCHEMES: dict[str, dict[str, Any]] = {
+    "W4A16 group 32": {"config_groups": groups()},
+    "W4A16 group 32 asymmetric": {"config_groups": groups(symmetric=False)},
+    "W4A16 channel": {"config_groups": {"group_0": weights(strategy="channel")}},
+    "W4A16 tensor": {"config_groups": {"group_0": weights(strategy="tensor")}},
+    "W3A16": {"config_groups": groups(num_bits=3)},
+    "W8A8": {"scheme": "W8A8"},
+    "FP8_DYNAMIC": {"scheme": "FP8_DYNAMIC"},
+    "FP8_BLOCK": {"scheme": "FP8_BLOCK"},
+    "NVFP4A16": {"scheme": "NVFP4A16"},
+    "MXFP4A16": {"scheme": "MXFP4A16"},
+    "FP8 static": {"scheme": "FP8"},
+}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_loaded_checkpoint_is_the_model_that_was_made(
+    scheme: str, source: Path, tmp_path: Path
+) -> None:
+    modifier = GPTQModifier(ignore=["lm_head"], **SCHEMES[scheme])
+    result = oneshot(source, modifier, correlated(), tmp_path / "q")
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    oneshot(model, modifier, correlated(), tmp_path / "m")
+    assert_close(read(tmp_path / "q"), read(tmp_path / "m"), rtol=0, atol=0)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "q", dtype=torch.bfloat16)
+    batch = correlated(2)[0]
+    with torch.no_grad():
+        assert_close(loaded(batch).logits, model(batch).logits, rtol=0, atol=0)
+    details = [m.details for m in result.modules.values()]
+    assert len(details) == 21
+    assert all(0 < d["loss"] <= d["nearest_loss"] for d in details)
+    assert sum(d["loss"] < 0.9 * d["nearest_loss"] for d in details) > 10
+    assert all(m.tokens == 6 * 64 for m in result.modules.values())
+
+
+@pytest.mark.parametrize("observer", ["memoryless_minmax", "memoryless_mse", "optimal"])
+def test_better_than_rounding_to_nearest(observer: str, source: Path, tmp_path: Path) -> None:
+    found = {}
+    for name, modifier in (
+        ("gptq", GPTQModifier(config_groups=groups(observer=observer), ignore=["lm_head"])),
+        (
+            "nearest",
+            QuantizationModifier(config_groups=groups(observer=observer), ignore=["lm_head"]),
+        ),
+    ):
+        data = correlated() if name == "gptq" else None
+        oneshot(source, modifier, data, tmp_path / name)
+        found[name] = divergence(tmp_path / name, source)
+    assert found["gptq"] < 0.8 * found["nearest"]
+
+
+def test_what_a_layer_is_solved_with(source: Path, tmp_path: Path) -> None:
+    """The first layer's q_proj, by hand: plain inputs, their second moment, largest first."""
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    seen: list[torch.Tensor] = []
+    module = model.model.layers[0].self_attn.q_proj
+    module.register_forward_pre_hook(lambda _m, args: seen.append(args[0].flatten(0, 1)))
+    with torch.no_grad():
+        for batch in correlated():
+            model(batch)
+    x = torch.cat(seen).double()
+    moment = (x.t() @ x).float()
+    chosen = groups(observer="memoryless_minmax")
+    oneshot(source, GPTQModifier(config_groups=chosen, ignore=["lm_head"]), correlated(), tmp_path)
+    plain = QuantizationModifier(config_groups=chosen, ignore=["lm_head"])
+    oneshot(source, plain, None, tmp_path / "nearest")
+    name = "model.layers.0.self_attn.q_proj"
+    ours, nearest = read(tmp_path), read(tmp_path / "nearest")
+    assert_close(ours[f"{name}.weight_scale"], nearest[f"{name}.weight_scale"], rtol=0, atol=0)
+    weight = module.weight.data.to(torch.bfloat16)
+    scale, args = ours[f"{name}.weight_scale"], plain.config.config_groups["group_0"].weights
+    order = torch.argsort(moment.diagonal(), descending=True, stable=True)
+    expected = solve(weight, moment, scale, None, args, order=order).weight
+    codes = unpacked(ours[f"{name}.weight_packed"]) * scale.repeat_interleave(32, 1)
+    same = (codes == expected).float().mean()
+    assert same > 0.995  # the rest are ties that another order of summation decides
+
+
+def unpacked(words: torch.Tensor) -> torch.Tensor:
+    nibbles = (words.unsqueeze(-1) >> torch.arange(0, 32, 4)) & 15
+    return nibbles.flatten(1).to(torch.bfloat16) - 8
+
+
+def test_layers_that_share_an_input_share_its_moment(source: Path) -> None:
+    from steelyard.calibration.hessians import Hessians
+
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    layer = model.model.layers[0]
+    linear = {n: m for n, m in layer.named_modules() if isinstance(m, torch.nn.Linear)}
+    with Hessians(linear) as hessians, torch.no_grad():
+        for batch in correlated():
+            model(batch)
+    assert len({id(m) for m in hessians._moments.values()}) == 4
+    attention = [f"self_attn.{p}_proj" for p in "qkv"]
+    assert len({id(hessians._moments[n]) for n in attention}) == 1
+    assert hessians.tokens("mlp.up_proj") == 6 * 64
+    assert all(not m._forward_pre_hooks for m in linear.values())
+
+
+def test_modules_that_saw_nothing_are_rounded_to_nearest_and_told(tmp_path: Path) -> None:
+    import transformers
+
+    config = transformers.MambaConfig(
+        vocab_size=128, hidden_size=64, state_size=8, num_hidden_layers=2
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "m")
+    modifier = GPTQModifier(config_groups=groups(4), ignore=["lm_head"])
+    result = oneshot(tmp_path / "m", modifier, correlated(), tmp_path / "q")
+    idle = [name for name in result.modules if "dt_proj" in name]
+    assert len(idle) == 2
+    for name in idle:
+        assert result.modules[name].tokens == 0
+        assert result.modules[name].details["fallback"]
+        assert any(note.startswith(f"{name}: rounded to nearest") for note in result.notes)
+
+
+def test_killed_run_is_continued(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stop(BaseException):
+        pass
+
+    monkeypatch.setattr(CheckpointWriter, "mark_seconds", 0.0)
+    modifier = GPTQModifier(config_groups=groups(), ignore=["lm_head"])
+    whole = oneshot(source, [IMatrixGatherer(), modifier], correlated(), tmp_path / "whole")
+    mark, calls = CheckpointWriter.mark, [0]
+
+    def stopping(self: CheckpointWriter, progress: dict[str, Any]) -> None:
+        mark(self, progress)
+        calls[0] += 1
+        if calls[0] == 2:
+            raise Stop
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointWriter, "mark", stopping)
+        with pytest.raises(Stop):
+            oneshot(source, [IMatrixGatherer(), modifier], correlated(), tmp_path / "q")
+    result = oneshot(source, [IMatrixGatherer(), modifier], correlated(), tmp_path / "q")
+    for file in (tmp_path / "whole").iterdir():
+        assert (tmp_path / "q" / file.name).read_bytes() == file.read_bytes(), file.name
+    assert result.modules == whole.modules
+
+
+# -- recipes ------------------------------------------------------------------------------------
+
+
+def test_recipe_of_the_seed(source: Path, tmp_path: Path) -> None:
+    loaded = load_recipe(SEED)
+    args = loaded.modifiers[0].config.config_groups["group_0"].weights
+    assert (args.observer, args.num_bits, args.strategy) == ("mse", 4, "channel")
+    assert loaded.needs_data
+    oneshot(source, SEED, correlated(), tmp_path / "q")
+    assert (tmp_path / "q" / "recipe.yaml").read_text() == SEED
+
+
+def test_defaults() -> None:
+    modifier = GPTQModifier(scheme="W4A16")
+    assert (modifier.block_size, modifier.dampening_frac) == (128, 0.01)
+    assert modifier.propagates_error
+    args = modifier.config.config_groups["group_0"].weights
+    assert (args.observer, args.actorder) == ("optimal", "static")
+    chosen = GPTQModifier(scheme="W4A16", weight_observer="memoryless_mse")
+    assert chosen.config.config_groups["group_0"].weights.observer == "memoryless_mse"
+    written = GPTQModifier(config_groups=groups(observer="memoryless_minmax"))
+    assert written.config.config_groups["group_0"].weights.observer == "memoryless_minmax"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("{scheme: W4A16, block_size: 0}", "block_size"),
+        ("{scheme: W4A16, dampening_frac: -1}", "dampening_frac"),
+        ("{scheme: W4A16, blocksize: 64}", "block_size"),
+        ("{scheme: W4A16, actorder: backwards}", "actorder"),
+        ("{scheme: W4A16, actorder: group}", "actorder: static"),
+        ("{scheme: W4A16, weights: {num_bits: 4}}", "one of scheme, config_groups and weights"),
+        ("{weights: {num_bits: 99}}", "num_bits"),
+        ("{}", "weights"),
+    ],
+)
+def test_mistakes(options: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        load_recipe(f"modifiers: {{GPTQModifier: {options}}}")
+
+
+def test_what_runs_one_after_another_are_the_layers(source: Path) -> None:
+    options = {"config_groups": groups(), "ignore": ["lm_head"]}
+    fine = GPTQModifier(sequential_targets="LlamaDecoderLayer", **options)
+    assert not oneshot(source, fine, dry_run=True).plan.errors
+    other = GPTQModifier(sequential_targets=["LlamaMLP"], **options)
+    errors = oneshot(source, other, dry_run=True).plan.errors
+    assert any("LlamaMLP" in e and "LlamaDecoderLayer" in e for e in errors)
+
+
+def test_order_of_rounding_matters(source: Path, tmp_path: Path) -> None:
+    for name, order in (("static", "static"), ("weight", "weight"), ("none", None)):
+        modifier = GPTQModifier(config_groups=groups(), ignore=["lm_head"], actorder=order)
+        oneshot(source, modifier, correlated(), tmp_path / name)
+    first, second, plain = (read(tmp_path / n) for n in ("static", "weight", "none"))
+    assert_close(first, second, rtol=0, atol=0)
+    assert any(not torch.equal(first[n], plain[n]) for n in first)
+
+
+def test_batches_are_seen_as_they_are(source: Path, tmp_path: Path) -> None:
+    """Uneven batches, without padding."""
+    modifier = GPTQModifier(config_groups=groups(), ignore=["lm_head"])
+    result = oneshot(source, modifier, token_batches(), tmp_path / "q")
+    assert {m.tokens for m in result.modules.values()} == {2 * 24 + 24 + 3 * 11}
