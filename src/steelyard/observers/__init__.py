@@ -1,6 +1,7 @@
 """Observers: from tensors to `scale`, `zero_point` and `global_scale`."""
 
 from steelyard.observers.base import Observer, QParamsDict
+from steelyard.observers.expanded import NVFP4ExpandedIMatrixObserver, NVFP4ExpandedMSEObserver
 from steelyard.observers.helpers import (
     flatten_for_calibration,
     fuse_weight_observers,
@@ -22,6 +23,8 @@ __all__ = [
     "MemorylessMinMaxObserver",
     "MinMaxObserver",
     "MovingAverageMSEObserver",
+    "NVFP4ExpandedIMatrixObserver",
+    "NVFP4ExpandedMSEObserver",
     "Observer",
     "ObserverOptions",
     "OptimalObserver",

@@ -41,6 +41,12 @@ class SearchOptions(ObserverOptions):
     norm: float = Field(
         default=2.4, gt=0, allow_inf_nan=False, description="power to which errors are raised"
     )
+    expand: float = Field(
+        default=1.0,
+        ge=1,
+        allow_inf_nan=False,
+        description="start the search at this multiple of the range",
+    )
 
     @model_validator(mode="after")
     def _has_candidates(self) -> SearchOptions:
@@ -59,10 +65,12 @@ class GridSearchObserver(SearchObserver):
         self.patience: int = self.options.patience
         self.grid: float = self.options.grid
         self.norm: float = self.options.norm
+        self.expand: float = self.options.expand
 
     def factors(self) -> Sequence[float]:
-        """Return the fractions of the observed range that are tried."""
-        return shrink_factors(self.maxshrink, self.grid)
+        """Return the multiples of the observed range that are tried, the range itself first."""
+        grown = [self.expand * factor for factor in shrink_factors(self.maxshrink, self.grid)]
+        return grown if self.expand == 1 else [1.0, *grown]
 
     def search(
         self,
