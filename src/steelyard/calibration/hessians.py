@@ -88,6 +88,10 @@ class Hessians:
     def tokens(self, name: str) -> int:
         return self._moments[name].tokens if name in self._moments else 0
 
+    def diagonal(self, name: str) -> torch.Tensor:
+        """Return the sum of x^2 of each input channel."""
+        return self._moments[name].sum.diagonal().clone()
+
     def hessian(self, name: str) -> torch.Tensor:
         """Return H of a module, (columns, columns) fp32; all zero if no token reached it."""
         moment = self._moments.get(name)

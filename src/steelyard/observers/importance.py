@@ -95,6 +95,10 @@ class ImportanceObserver(Observer):
         module.__dict__["_imatrix_sum"] = self._imatrix_sum
         module.__dict__["_imatrix_count"] = self._imatrix_count
 
+    def gathers(self, module: torch.nn.Module) -> bool:
+        """Whether it is attached to a module and sees its inputs."""
+        return "_imatrix_hook" in module.__dict__
+
     @property
     def gathered(self) -> tuple[torch.Tensor, int] | None:
         """The sum of x^2 per column and the number of tokens, if any were seen."""

@@ -16,6 +16,7 @@ from steelyard.calibration.hessians import Hessians
 from steelyard.kernels.gptq import GPTQResult, activation_order, solve
 from steelyard.modifiers import GPTQModifier
 from steelyard.modifiers.gptq import REGROUPING
+from steelyard.observers.importance import ImportanceObserver
 from steelyard.pipelines.result import ModuleResult
 from steelyard.pipelines.weight_errors import relative_error
 
@@ -45,6 +46,24 @@ class LayerGPTQ(Hessians):
     def __init__(self, gptq: GPTQ, modules: Mapping[str, Module]) -> None:
         super().__init__(modules, gptq.modifier.offload_hessians)
         self.gptq = gptq
+        self._weighing: dict[str, ImportanceObserver] = {}
+
+    def __enter__(self) -> LayerGPTQ:
+        """Gather; observers that weigh columns need not, since H has it on its diagonal."""
+        for name, module in self.modules.items():
+            observer = getattr(module, "weight_observer", None)
+            if isinstance(observer, ImportanceObserver) and observer.gathers(module):
+                observer.detach(module)
+                observer.reset()
+                self._weighing[name] = observer
+        super().__enter__()
+        return self
+
+    def weigh(self) -> None:
+        """Tell the observers what was gathered for them."""
+        for name, observer in self._weighing.items():
+            if tokens := self.tokens(name):
+                observer.add_importance(self.diagonal(name), tokens)
 
     def regroup(self) -> None:
         """Give columns of like importance one group, where the activation order asks for that."""

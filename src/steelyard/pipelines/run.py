@@ -31,11 +31,12 @@ from steelyard.pipelines.saving import Output
 from steelyard.pipelines.sequential import (
     Batch,
     LayerSequence,
+    Until,
     decoder_layers,
     load_hidden,
     save_hidden,
 )
-from steelyard.pipelines.source import Source, computing_in, fast_dtype
+from steelyard.pipelines.source import Source, computing_in, fast_dtype, rounded_once
 from steelyard.pipelines.streaming import Stream
 from steelyard.pipelines.weight_errors import weight_error
 
@@ -249,8 +250,14 @@ class Run:
             with Calibration(module, name, without) as calibration:
                 self._gather_only_where_asked(calibration)
                 gptq = self.gptq.begin(calibration.modules) if self.gptq else None
-                with computing_in(module, self.dtype), gptq or contextlib.nullcontext():
+                with (
+                    computing_in(module, self.dtype),
+                    gptq or contextlib.nullcontext(),
+                    self._until_seen(module, calibration),
+                ):
                     run()
+                if gptq is not None:
+                    gptq.weigh()
                 calibration.sync()
                 self._exchange_importance(calibration)
                 self._note_unseen(calibration)
@@ -264,8 +271,10 @@ class Run:
                 if gptq is not None:
                     found.update(gptq.finish())
                 self._note_unweighed(calibration)
-            with computing_in(module, self.dtype, scales=True):
-                again()
+            if self.propagate:
+                rounded = rounded_once(calibration.modules.values())
+                with computing_in(module, self.dtype, scales=True), rounded:
+                    again()
             if self._hopeless():  # the run goes on only to name all that saw nothing
                 return
             self.output.add(module, name, without)
@@ -276,6 +285,16 @@ class Run:
                     error = weight_error(quantized) if error is None else error
                     result = replace(result, error=error)
                 self.result.modules[each] = result
+
+    def _until_seen(self, layer: Module, calibration: Calibration) -> Any:
+        """End the first of two passes where nothing is left to be seen, such as before `down_proj`.
+
+        Outputs, and the states of attention, are seen only when a module has run.
+        """
+        inputs = all(base in ("weight", "input") for _, base, _ in calibration.observers())
+        if not self.propagate or not inputs or not calibration.modules:
+            return contextlib.nullcontext()
+        return Until(layer, calibration.modules.values())
 
     def _gather_only_where_asked(self, calibration: Calibration) -> None:
         """Where there is an IMatrixGatherer, its targets say which modules gather importance."""

@@ -12,7 +12,7 @@ is refused.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.nn import Module, ModuleList
+from torch.utils.hooks import RemovableHandle
 
 from steelyard.checkpoint.work import sync
 from steelyard.errors import PipelineError
 
-__all__ = ["LayerSequence", "decoder_layers", "load_hidden", "save_hidden"]
+__all__ = ["LayerSequence", "Until", "decoder_layers", "load_hidden", "save_hidden"]
 
 
 @dataclass
@@ -47,6 +48,43 @@ class Batch:
 
 class _Enough(Exception):
     """Ends a forward pass whose rest is not needed."""
+
+
+class Until:
+    """Ends a pass through a layer once all of its `modules` were called: the rest is not needed.
+
+    The first pass runs to its end and shows whether each is called just once, as a condition.
+    """
+
+    def __init__(self, layer: Module, modules: Iterable[Module]) -> None:
+        self.layer = layer
+        self.calls = dict.fromkeys(modules, 0)
+        self._once: bool | None = None
+        self._left: set[Module] = set()
+        self._handles: list[RemovableHandle] = []
+
+    def __enter__(self) -> Until:
+        self._handles = [m.register_forward_pre_hook(self._called) for m in self.calls]
+        self._handles.append(self.layer.register_forward_hook(self._ended))
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _called(self, module: Module, _args: Any) -> None:
+        if self._once is None:
+            self.calls[module] += 1
+            return
+        self._left.discard(module)
+        if self._once and not self._left:
+            self._left = set(self.calls)
+            raise _Enough
+
+    def _ended(self, *_: Any) -> None:
+        if self._once is None:
+            self._once = all(count == 1 for count in self.calls.values())
+        self._left = set(self.calls)
 
 
 def decoder_layers(model: Any) -> tuple[str, ModuleList]:
@@ -125,7 +163,9 @@ class LayerSequence:
     def run(self, index: int, batch: Batch) -> torch.Tensor:
         """Return what layer `index` makes of a batch; its weights must be in memory."""
         call = batch.calls[index]
-        output: Any = self.layers[index](batch.hidden, *call.args, **call.kwargs)
+        output: Any = batch.hidden
+        with contextlib.suppress(_Enough):  # of an `Until`, whose user asks for no output
+            output = self.layers[index](batch.hidden, *call.args, **call.kwargs)
         hidden: torch.Tensor = output[0] if isinstance(output, tuple) else output
         return hidden
 

@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from compressed_tensors.quantization import QuantizationStatus
+from compressed_tensors.quantization.lifecycle.forward import forward_quantize
 from torch.nn import Module, Parameter
 
 from steelyard.checkpoint import CheckpointView
@@ -22,7 +24,7 @@ from steelyard.errors import PipelineError
 from steelyard.pipelines.files import FilesModel
 from steelyard.pipelines.skeleton import build_skeleton, parts_of
 
-__all__ = ["Source", "computing_in", "fast_dtype"]
+__all__ = ["Source", "computing_in", "fast_dtype", "rounded_once"]
 
 _OTHER_KINDS = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "original/*"]
 
@@ -185,6 +187,26 @@ def computing_in(module: Module, dtype: torch.dtype | None, scales: bool = False
     finally:
         for parameter, data in kept:
             parameter.data = data
+
+
+@contextlib.contextmanager
+def rounded_once(modules: Iterable[Module]) -> Iterator[None]:
+    """Let `modules` hold their quantized weights for a while, instead of rounding in each call."""
+    kept: list[tuple[Any, torch.Tensor, Any]] = []
+    try:
+        for module in modules:
+            each: Any = module
+            args = each.quantization_scheme.weights
+            if args is None or "weight" not in each._parameters:
+                continue
+            kept.append((each, each.weight.data, each.quantization_status))
+            each.weight.data = forward_quantize(each, each.weight.data, "weight", args)
+            each.quantization_status = QuantizationStatus.COMPRESSED  # its weight is as it is
+        yield
+    finally:
+        for each, data, status in kept:
+            each.weight.data = data
+            each.quantization_status = status
 
 
 def fast_dtype(stored: torch.dtype, device: torch.device) -> torch.dtype | None:
