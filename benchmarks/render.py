@@ -177,7 +177,38 @@ def streaming_table(found: dict) -> str:
     return "\n".join(lines)
 
 
+def gptq_table(found: dict) -> str:
+    plain = found["results"][0]["plain"]
+    imports = {side: found["imports"][side] for side in ("peer", "ours")}
+    lines = [
+        f"{found['model']}, groups of {found['group']}; calibrated on {found['calibration']}; "
+        f"perplexity {plain['perplexity']:.3f} before; {found['machine']['processor']}, "
+        f"{found['machine']['cores']} cores; llm-compressor "
+        f"{found['versions']['peer']['llmcompressor']}. Imports alone take "
+        f"{imports['peer']['wall']:.1f} s there and {imports['ours']['wall']:.1f} s here.",
+        "",
+        "| row | | wall, s | CPU, s | peak, MB | KL divergence | perplexity | faster | CPU "
+        "| without imports |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for r in found["results"]:
+        for side, label in (("peer", "llm-compressor"), ("ours", "ours")):
+            best = r[side]
+            cells = [r["row"] if side == "peer" else "", label]
+            cells += [f"{best['wall']:.1f}", f"{best['cpu']:.1f}", f"{best['peak'] / 1e6:.0f}"]
+            cells += [f"{best['kl']:.4f}", f"{best['perplexity']:.3f}"]
+            if side == "ours":
+                bare = {s: r[s]["cpu"] - imports[s]["cpu"] for s in imports}
+                cells += [f"{r['peer'][key] / best[key]:.2f}x" for key in ("wall", "cpu")]
+                cells += [f"{bare['peer'] / bare['ours']:.2f}x"]
+            else:
+                cells += ["", "", ""]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 TABLES = {
+    "gptq": gptq_table,
     "streaming": streaming_table,
     "speed": speed_table,
     "quality": quality_table,

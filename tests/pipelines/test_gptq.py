@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from steelyard.checkpoint import CheckpointWriter
 from steelyard.errors import RecipeError
 from steelyard.kernels.gptq import solve
 from steelyard.modifiers import GPTQModifier, IMatrixGatherer, QuantizationModifier
+from steelyard.pipelines import run
+from steelyard.pipelines.run import Run
 from steelyard.recipes import load_recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -174,6 +177,37 @@ def test_layers_that_share_an_input_share_its_moment(source: Path) -> None:
     assert len({id(hessians._moments[n]) for n in attention}) == 1
     assert hessians.tokens("mlp.up_proj") == 6 * 64
     assert all(not m._forward_pre_hooks for m in linear.values())
+
+
+@pytest.mark.parametrize("scheme", ["W4A16", "static"])
+def test_short_passes_change_nothing(
+    scheme: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first pass ends before `down_proj` is computed, the second rounds each weight once."""
+    static = {"input_activations": {"num_bits": 8, "strategy": "tensor"}}
+    chosen = groups()
+    if scheme == "static":
+        chosen = {"group_0": {**weights(strategy="channel", num_bits=8), **static}}
+    modifier = GPTQModifier(config_groups=chosen, ignore=["lm_head"])
+    calls: list[int] = []
+    linear = torch.nn.functional.linear
+
+    def counting(*args: Any) -> torch.Tensor:
+        calls.append(1)
+        return linear(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.nn.functional, "linear", counting)
+        oneshot(source, modifier, correlated(), tmp_path / "short")
+    short = len(calls)
+    calls.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.nn.functional, "linear", counting)
+        patch.setattr(Run, "_until_seen", lambda *_: contextlib.nullcontext())
+        patch.setattr(run, "rounded_once", lambda _: contextlib.nullcontext())
+        oneshot(source, modifier, correlated(), tmp_path / "long")
+    assert short == len(calls) - 3 * 11  # one for each layer and sample, but for the first sample
+    assert_close(read(tmp_path / "short"), read(tmp_path / "long"), rtol=0, atol=0)
 
 
 def test_modules_that_saw_nothing_are_rounded_to_nearest_and_told(tmp_path: Path) -> None:
