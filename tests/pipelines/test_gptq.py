@@ -297,6 +297,16 @@ def test_mistakes(options: str, message: str) -> None:
         load_recipe(f"modifiers: {{GPTQModifier: {options}}}")
 
 
+def test_plan_counts_the_second_moments(source: Path) -> None:
+    modifier = GPTQModifier(config_groups=groups(), ignore=["lm_head"])
+    plan = oneshot(source, modifier, dry_run=True).plan
+    own = ("q_proj", "o_proj", "gate_proj", "down_proj")  # the others share theirs
+    first = [p for p in plan.quantized if p.name.startswith("model.layers.0.")]
+    widths = [p.shape[1] for p in first if p.name.endswith(own)]
+    assert len(widths) == 4 and plan.moments == 4 * sum(width**2 for width in widths)
+    assert plan.passes == 2
+
+
 def test_what_runs_one_after_another_are_the_layers(source: Path) -> None:
     options = {"config_groups": groups(), "ignore": ["lm_head"]}
     fine = GPTQModifier(sequential_targets="LlamaDecoderLayer", **options)

@@ -6,6 +6,7 @@ quantized layer, and the packing, find what was decided here.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,11 +17,13 @@ from steelyard.calibration.hessians import Hessians
 from steelyard.kernels.gptq import GPTQResult, activation_order, solve
 from steelyard.modifiers import GPTQModifier
 from steelyard.modifiers.gptq import REGROUPING
+from steelyard.observers.fusion import fused_groups
 from steelyard.observers.importance import ImportanceObserver
+from steelyard.pipelines.plan import Plan
 from steelyard.pipelines.result import ModuleResult
 from steelyard.pipelines.weight_errors import relative_error
 
-__all__ = ["GPTQ"]
+__all__ = ["GPTQ", "moment_bytes"]
 
 
 class GPTQ:
@@ -111,6 +114,18 @@ class LayerGPTQ(Hessians):
             self.gptq.notes.append(
                 f"{name}: its second moments needed a dampening of {result.dampening_frac:g}"
             )
+
+
+def moment_bytes(plan: Plan) -> int:
+    """Return how much the second moments of the largest layer take; fused layers share theirs."""
+    shared = {name for group in fused_groups(p.name for p in plan.quantized) for name in group[1:]}
+    sizes: dict[str, int] = {}
+    for planned in plan.quantized:
+        if planned.name not in shared:
+            number = re.search(r"\.(\d+)\.", planned.name)
+            layer = number[1] if number else planned.name
+            sizes[layer] = sizes.get(layer, 0) + 4 * planned.shape[1] ** 2
+    return max(sizes.values(), default=0)
 
 
 def _scheme(module: Any) -> Any:

@@ -26,7 +26,7 @@ from compressed_tensors.quantization import (
 from torch.nn import Module
 
 from steelyard.errors import DataError, PlanError, nearest
-from steelyard.modifiers import IMatrixGatherer
+from steelyard.modifiers import GPTQModifier, IMatrixGatherer
 from steelyard.observers.importance_file import (
     Importance,
     load_importance,
@@ -35,6 +35,7 @@ from steelyard.observers.importance_file import (
 )
 from steelyard.pipelines.data import load_samples
 from steelyard.pipelines.data_limits import check_numbers, learned_positions
+from steelyard.pipelines.gptq import moment_bytes
 from steelyard.pipelines.identity import identity_of
 from steelyard.pipelines.plan import Left, Plan, make_plan
 from steelyard.pipelines.restoring import restored_on_error
@@ -118,8 +119,13 @@ def oneshot(
     text_config = source.model.config.get_text_config()
     plan.layers = getattr(text_config, "num_hidden_layers", 1)
     plan.hidden = getattr(text_config, "hidden_size", 0)
+    if propagate_error is None:
+        propagate_error = any(m.propagates_error for m in loaded.modifiers)
     if loaded.needs_data:
         plan.tokens = num_calibration_samples * max_seq_length  # at most
+        plan.passes = 2 if propagate_error else 1
+    if any(isinstance(m, GPTQModifier) for m in loaded.modifiers):
+        plan.moments = moment_bytes(plan)
     if show_progress or (show_progress is None and sys.stderr.isatty()):
         print(plan, file=sys.stderr)
     result = Result(plan, loaded, model=model if isinstance(model, Module) else None)
@@ -127,8 +133,6 @@ def oneshot(
     if dry_run:
         return result
     plan.require()
-    if propagate_error is None:
-        propagate_error = any(m.propagates_error for m in loaded.modifiers)
     run = Run(source, result, uncalibrated, propagate_error, show_progress)
     run.importance = _importance_of(loaded, source, plan)
     needs_data = loaded.needs_data

@@ -71,6 +71,8 @@ class Plan:
     hidden: int = 0
     tokens: int = 0  # that will flow through the model
     budget: int = 0  # bytes of the source that a stream holds at once
+    passes: int = 1  # of the tokens through each layer
+    moments: int = 0  # bytes of the second moments that GPTQ holds for a layer
 
     @property
     def output_bytes(self) -> int:
@@ -79,11 +81,11 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """About how long the run takes: searches, one pass of the tokens, and the files."""
+        """About how long the run takes: searches, the passes of the tokens, and the files."""
         threads = torch.get_num_threads()
         search = sum(_search_time(p) for p in self.quantized)
         products = sum(p.shape[0] * p.shape[1] for p in self.quantized) * self.tokens
-        return (search + 2 * products / _FLOPS) / threads + self.source_bytes / _DISK
+        return (search + 2 * self.passes * products / _FLOPS) / threads + self.source_bytes / _DISK
 
     @property
     def memory(self) -> int:
@@ -96,7 +98,8 @@ class Plan:
             return 2 * self.budget
         inside = sum(_bytes(p.dtype, p.shape) for p in self.quantized) // max(self.layers, 1)
         outside = sum(left.nbytes for left in self.left) + self.small_bytes
-        return max(inside, outside) * (3 if self.tokens else 1) + 4 * self.tokens * self.hidden
+        weights = max(inside, outside) * (3 if self.tokens else 1)
+        return weights + 4 * self.tokens * self.hidden + self.moments
 
     def require(self) -> None:
         """Raise if anything in the plan cannot work."""

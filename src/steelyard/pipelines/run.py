@@ -190,7 +190,7 @@ class Run:
         for name, scheme in progress["weights_only"].items():
             self.weights_only_schemes[name] = QuantizationScheme.model_validate(scheme)
         self.unseen = progress["unseen"]
-        self.result.notes += progress["notes"]
+        self.result.notes += [n for n in progress["notes"] if n not in self.result.notes]
         self.done, self.calibrated = progress["done"], progress["calibrated"]
         assert self.output.writer is not None
         saved = self.output.writer.work.path / f"importance-{self.done}"
