@@ -207,8 +207,24 @@ def gptq_table(found: dict) -> str:
     return "\n".join(lines)
 
 
+def gptq_solve_table(found: dict) -> str:
+    lines = [
+        "| rows x columns, group | llm-compressor, ms of CPU | ours | faster | its loss over ours |",
+        "|---|---|---|---|---|",
+    ]
+    for r in found["results"]:
+        peer, ours = r["peer"], r["ours"]
+        lines.append(
+            f"| {r['rows']} x {r['columns']}, {r['group']} | {1000 * peer['cpu']:.0f} "
+            f"| {1000 * ours['cpu']:.0f} | {peer['cpu'] / ours['cpu']:.1f}x "
+            f"| {peer['loss'] / ours['loss']:.4f} |"
+        )
+    return "\n".join(lines)
+
+
 TABLES = {
     "gptq": gptq_table,
+    "solve": gptq_solve_table,
     "streaming": streaming_table,
     "speed": speed_table,
     "quality": quality_table,
