@@ -209,7 +209,7 @@ def gptq_table(found: dict) -> str:
 
 def gptq_solve_table(found: dict) -> str:
     lines = [
-        "| rows x columns, group | llm-compressor, ms of CPU | ours | faster | its loss over ours |",
+        "| rows x columns, group | peer, ms of CPU | ours | faster | its loss over ours |",
         "|---|---|---|---|---|",
     ]
     for r in found["results"]:
