@@ -8,6 +8,7 @@ way each weight is rounded. Each layer sees what the quantized layers before it 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -19,7 +20,7 @@ from compressed_tensors.quantization import (
     QuantizationScheme,
     preset_name_to_scheme,
 )
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from steelyard.modifiers.base import Modifier
 from steelyard.modifiers.quantization.modifier import QuantizationModifier
@@ -57,6 +58,23 @@ class GPTQModifier(QuantizationModifier):
         default=None, description="what runs one after another; always the decoder's layers here"
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _observer_that_nobody_chose(cls, data: Any) -> Any:
+        """Fill in the one that serves GPTQ best, before compressed-tensors fills in its own."""
+        if not isinstance(data, Mapping):
+            return data
+        filled = {**data, "weights": _observed(data.get("weights"))}
+        groups = data.get("config_groups")
+        if isinstance(groups, Mapping):
+            filled["config_groups"] = {
+                name: {**scheme, "weights": _observed(scheme["weights"])}
+                if isinstance(scheme, Mapping) and "weights" in scheme
+                else scheme
+                for name, scheme in groups.items()
+            }
+        return filled
+
     @field_validator("sequential_targets", mode="before")
     @classmethod
     def _one_target_is_a_list(cls, value: Any) -> Any:
@@ -92,9 +110,9 @@ class GPTQModifier(QuantizationModifier):
         return {name: self._with_default(scheme) for name, scheme in groups.items()}
 
     def _with_default(self, scheme: QuantizationScheme) -> QuantizationScheme:
-        """Give weights whose observer nobody chose the one that serves GPTQ best."""
+        """Give a preset's weights the observer that serves GPTQ best."""
         args = scheme.weights
-        if args is None or (self.scheme is None and "observer" in args.model_fields_set):
+        if args is None or self.scheme is None:
             return scheme
         changed = args.model_copy(update={"observer": DEFAULT_OBSERVER, "observer_kwargs": {}})
         return scheme.model_copy(update={"weights": changed})
@@ -114,6 +132,12 @@ class GPTQModifier(QuantizationModifier):
     @property
     def propagates_error(self) -> bool:
         return True
+
+
+def _observed(weights: Any) -> Any:
+    if isinstance(weights, Mapping) and "observer" not in weights:
+        return {**weights, "observer": DEFAULT_OBSERVER}
+    return weights
 
 
 def _stores_groups() -> bool:
