@@ -233,6 +233,20 @@ def test_modules_that_saw_nothing_are_rounded_to_nearest_and_told(
     assert_close({n: ours[n] for n in stored}, {n: nearest[n] for n in stored}, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("pipeline", ["sequential", "basic"])
+@pytest.mark.parametrize("targets", [["Linear"], ["Linear", "Embedding"]])
+def test_also_outside_of_the_layers(
+    pipeline: str, targets: list[str], source: Path, tmp_path: Path
+) -> None:
+    """The output projection, and a pass of the whole model, have no second pass."""
+    chosen = {"group_0": {**groups()["group_0"], "targets": targets}}
+    modifier = GPTQModifier(config_groups=chosen)
+    result = oneshot(source, modifier, correlated(), tmp_path / "q", pipeline=pipeline)
+    assert result.modules["lm_head"].tokens == 6 * 64
+    assert "lm_head.weight_packed" in read(tmp_path / "q")
+    assert ("model.embed_tokens" in result.modules) == ("Embedding" in targets)
+
+
 def test_killed_run_is_continued(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

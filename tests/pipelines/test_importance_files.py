@@ -149,8 +149,18 @@ def test_files_that_are_none(source: Path, gathered: Path, tmp_path: Path) -> No
     save_importance(short, tmp_path / "short")
     strict = int3(observer_kwargs={"strict": True})
     recipe = [IMatrixGatherer(load_from=str(tmp_path / "short")), strict]
-    with pytest.raises(ImportanceError, match="importance has size 5"):
+    with pytest.raises(ImportanceError, match="5 input channels for model"):
         oneshot(source, recipe, None, tmp_path / "q")
+    save_importance({"elsewhere": (torch.ones(64), 1)}, tmp_path / "other")
+    with pytest.raises(ImportanceError, match="for none of the modules"):
+        recipe = [IMatrixGatherer(load_from=str(tmp_path / "other")), strict]
+        oneshot(source, recipe, None, tmp_path / "q")
+    for bad in ((torch.full((64,), float("nan")), 1), (-torch.ones(64), 1), (torch.ones(64), 0)):
+        save_importance({"a": bad}, tmp_path / "bad")
+        with pytest.raises(ImportanceError, match="no sums of squares"):
+            load_importance(tmp_path / "bad")
+    with pytest.raises(ImportanceError, match="is not a folder"):
+        save_importance(whole, tmp_path / "nowhere" / "x")
 
 
 def test_changed_importance_is_another_run(

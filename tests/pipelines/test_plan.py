@@ -7,6 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from compressed_tensors.compressors.pack_quantized.helpers import (
+    pack_to_int32,
+    unpack_from_int32,
+)
 from families import small_model
 
 from steelyard.checkpoint import CheckpointView
@@ -317,3 +322,24 @@ def test_experts_that_transformers_does_not_find_again(
     model = FilesModel(CheckpointView(tmp_path / "m"))
     plan = plan_of(model, scheme=scheme, ignore=["lm_head", *ignore])
     assert any("transformers does not load experts" in w for w in plan.warnings) == told
+
+
+def test_fused_layers_of_different_types_with_one_scale() -> None:
+    model = small_model("llama")
+    model.model.layers[1].self_attn.k_proj.float()
+    plan = plan_of(model, scheme="FP8", ignore=["lm_head"])
+    only(plan.errors, "layers.1.self_attn.q_proj", "bfloat16", "float32", "one type first")
+    assert not plan_of(model, scheme="FP8_DYNAMIC", ignore=["lm_head"]).errors
+
+
+def test_zero_points_of_few_rows(tmp_path: Path) -> None:
+    """compressed-tensors itself cannot unpack them, as the test shows."""
+    args = {"num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": False}
+    groups = {"g": {"targets": ["Linear"], "weights": args}}
+    model = small_model("llama")
+    model.lm_head = torch.nn.Linear(64, 3, bias=False)
+    plan = plan_of(model, config_groups=groups)
+    only(plan.errors, "lm_head", "zero points of 3 rows")
+    words = pack_to_int32(torch.zeros(3, 2, dtype=torch.int8), 4, packed_dim=0)
+    with pytest.raises(Exception):  # noqa: B017  # whatever it raises
+        unpack_from_int32(words, 4, torch.Size([3, 2]), packed_dim=0)

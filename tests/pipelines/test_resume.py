@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from families import small_model, token_batches
+from safetensors.torch import save_file
 
 from steelyard import oneshot
 from steelyard.calibration import Calibration
@@ -270,6 +272,90 @@ def test_continues_where_it_was(
     planned = {p.name for p in result.plan.quantized}
     assert set(result.modules) == planned
     assert all(0 < m.error < 0.1 for m in result.modules.values())
+
+
+def test_half_copied_file_is_copied_again(
+    source: Path,
+    kind: str,
+    expected: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A full disk while the tokenizer is copied leaves part of it behind."""
+    out = tmp_path / "out"
+
+    def half(first: Path, second: Path) -> None:
+        Path(second).write_bytes(Path(first).read_bytes()[:1])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.copyfile", half)
+        with pytest.raises(CheckpointError, match=r"cannot be copied.*No space left"):
+            run(source, out, kind)
+    run(source, out, kind)
+    assert contents(out) == expected
+
+
+def test_more_tensors_than_a_header_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next shard begins in time, so that a run killed at that moment can go on."""
+    many = {
+        f"model.layers.{i}.mlp.experts.0.up_proj.weight": torch.ones(32, 32) for i in range(700)
+    }
+    (tmp_path / "m").mkdir()
+    save_file(many, tmp_path / "m" / "model.safetensors")
+    (tmp_path / "m" / "config.json").write_text("{}")
+    recipe_ = QuantizationModifier(scheme="FP8_DYNAMIC")
+    monkeypatch.setattr(CheckpointWriter, "mark_seconds", 0.0)
+    close = CheckpointWriter._close_shard
+
+    def dying(self: CheckpointWriter) -> None:
+        close(self)
+        raise Stop
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointWriter, "_close_shard", dying)
+        with pytest.raises(Stop):
+            oneshot(tmp_path / "m", recipe_, None, tmp_path / "q")
+    oneshot(tmp_path / "m", recipe_, None, tmp_path / "q")
+    oneshot(tmp_path / "m", recipe_, None, tmp_path / "whole")
+    assert contents(tmp_path / "q") == contents(tmp_path / "whole")
+    assert len(list((tmp_path / "q").glob("*.safetensors"))) > 1
+
+
+def test_kept_run_is_not_erased_by_another(
+    source: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = stop_half_way(source, tmp_path / "out", kind, monkeypatch)
+    with pytest.raises(CheckpointError, match=r"an unfinished run for .* is kept in"):
+        oneshot(small_model("llama"), recipe("stream"), None, tmp_path / "out")
+    assert (work / "journal.json").exists()
+
+
+def test_source_that_links_into_the_output_is_safe(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "m").mkdir()
+    for file in source.iterdir():
+        (tmp_path / "m" / file.name).write_bytes(file.read_bytes())
+    shard = sorted((tmp_path / "m").glob("*.safetensors"))[0]
+    shard.rename(tmp_path / "out" / shard.name)
+    shard.symlink_to(tmp_path / "out" / shard.name)
+    with pytest.raises(CheckpointError, match="leads into"):
+        run(tmp_path / "m", tmp_path / "out", "stream", overwrite=True)
+    assert shard.exists()
+
+
+def test_emptied_output_is_no_success(source: Path, kind: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    process = os.fork()
+    if process == 0:
+        WorkFolder.close = lambda self, keep: os._exit(7)  # type: ignore[method-assign]
+        run(source, out, kind)
+        os._exit(1)
+    os.waitpid(process, 0)
+    for file in out.iterdir():
+        file.unlink()
+    with pytest.raises(CheckpointError, match="gone; start anew"):
+        run(source, out, kind)
 
 
 def test_changes_are_named(

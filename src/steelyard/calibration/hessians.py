@@ -71,7 +71,7 @@ class Hessians:
             moment = self._moments[name] = latest
         if moment.last is x:  # a layer that shares it was here first
             return
-        if moment is self._latest and self._owner(moment) != name:
+        if moment.tokens and self._owner(moment) != name:
             raise CalibrationError(
                 f"{name} was called with another tensor than {self._owner(moment)}, with which it "
                 "shared its input before; their inputs cannot be told apart any more"

@@ -26,7 +26,7 @@ from steelyard.errors import CheckpointError
 
 __all__ = ["ShardFile", "is_whole"]
 
-_ROOM = 1 << 18  # for the header; enough for some 2,000 tensors
+_ROOM = 1 << 18  # for the header; enough for some 1,500 tensors
 _DATA = 8 + _ROOM
 _ALIGNED = 8
 _PIECE = 1 << 24
@@ -46,6 +46,7 @@ class ShardFile:
         self._crc = 0
         self._entries: dict[str, dict[str, Any]] = {}
         self._waiting: dict[str, tuple[str, list[int], bytes]] = {}
+        self._header = 64  # bytes at most
         flags = os.O_RDWR | os.O_CREAT | (0 if state else os.O_TRUNC)
         self._handle = os.open(path, flags, 0o666)
         if state is not None:
@@ -61,6 +62,7 @@ class ShardFile:
         """Write a tensor whose bytes come in pieces, of which none is held."""
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         self.names.append(name)
+        self._header += _entry_bytes(name, len(shape))
         self.nbytes += nbytes
         if nbytes % _ALIGNED:
             self._waiting[name] = (DTYPE_NAMES[dtype], list(shape), b"".join(pieces))
@@ -87,6 +89,10 @@ class ShardFile:
                 "disk. The same command goes on from its last mark"
             ) from error
 
+    def has_room(self, name: str, dimensions: int) -> bool:
+        """Whether the header can name one more tensor; a file can always hold one."""
+        return not self.names or self._header + _entry_bytes(name, dimensions) <= _ROOM
+
     # -- stopping and going on ----------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
@@ -100,6 +106,7 @@ class ShardFile:
             "nbytes": self.nbytes,
             "written": self._written,
             "crc": self._crc,
+            "header": self._header,
             "entries": self._entries,
             "waiting": waiting,
         }
@@ -109,6 +116,7 @@ class ShardFile:
         self.nbytes = state["nbytes"]
         self._written = state["written"]
         self._crc = state["crc"]
+        self._header = state["header"]
         self._entries = dict(state["entries"])
         for name, (dtype, shape, data) in state["waiting"].items():
             self._waiting[name] = (dtype, shape, base64.b64decode(data))
@@ -131,10 +139,8 @@ class ShardFile:
         self._waiting.clear()
         content = {"__metadata__": {"format": "pt"}, **self._entries}
         header = json.dumps(content, separators=(",", ":")).encode()
-        room = max(_ROOM, -(-len(header) // _ALIGNED) * _ALIGNED)
-        header = room.to_bytes(8, "little") + header.ljust(room)
-        if room > _ROOM:
-            self._move_behind(len(header))
+        header = _ROOM.to_bytes(8, "little") + header.ljust(_ROOM)
+        assert len(header) == _DATA, "has_room was not asked"
         self._put(header, 0)
         os.fsync(self._handle)
         if hasattr(os, "posix_fadvise"):  # so that it is the disk which answers
@@ -148,24 +154,16 @@ class ShardFile:
             )
         return record
 
-    def _move_behind(self, start: int) -> None:
-        """Copy the file, since its header outgrew the room that was left for it."""
-        longer = self.path.with_suffix(".longer")
-        old = self._handle
-        self._handle = os.open(longer, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
-        try:
-            for piece in _pieces(old, _DATA, _DATA + self._written):
-                self._put(piece, start)
-                start += len(piece)
-        finally:
-            os.close(old)
-        longer.replace(self.path)
-
     def abandon(self) -> None:
         """Let go of the file as it is."""
         if self._handle >= 0:
             os.close(self._handle)
             self._handle = -1
+
+
+def _entry_bytes(name: str, dimensions: int) -> int:
+    """Return what a tensor takes in the header, at most."""
+    return len(json.dumps(name)) + 22 * dimensions + 96
 
 
 def is_whole(path: Path, record: dict[str, int]) -> bool:

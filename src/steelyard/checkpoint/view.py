@@ -128,7 +128,7 @@ class CheckpointView(Shards):
             other = self._infos.get(f"{parent}.down_proj")
             if leaf != "gate_up_proj" or other is None or f"{name}_bias" in self._infos:
                 continue  # with a bias they are interleaved, which no name here tells
-            if len(info.shape) == 3 == len(other.shape) and info.shape[0] == other.shape[0]:
+            if len(info.shape) == 3 == len(other.shape) and info.shape[0] == other.shape[0] > 0:
                 turned = _is_turned(info.shape, other.shape, hidden)
                 if turned is not None:
                     cut[name] = self._cut(info, parent, ("gate_proj", "up_proj"), turned)

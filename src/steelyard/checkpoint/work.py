@@ -84,11 +84,17 @@ class WorkFolder:
         """Unlock; without `keep`, remove the folder first."""
         if self._lock < 0:
             return
-        if not keep:
-            self.clear()
-            shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
-        self._lock = -1
+        try:
+            if not keep:
+                self._put_back()
+                if self.checkpoint.exists():  # else it is in its place, and the journal tells so
+                    self.journal.unlink(missing_ok=True)
+                shutil.rmtree(self.checkpoint, ignore_errors=True)
+                shutil.rmtree(self.old, ignore_errors=True)  # before the journal, which tells of it
+                shutil.rmtree(self.path, ignore_errors=True)
+        finally:
+            os.close(self._lock)
+            self._lock = -1
         if not keep:
             self._remove_parents()
 
@@ -128,14 +134,17 @@ class WorkFolder:
 
     def clear(self) -> None:
         """Forget an earlier run; what the output held before comes back if nothing replaced it."""
-        if self.old.exists() and not self.output.exists():
-            self.old.rename(self.output)
+        self._put_back()
         self.journal.unlink(missing_ok=True)
         for path in self.path.iterdir():
             if path.is_dir():
                 shutil.rmtree(path)
             elif path.name != "lock":
                 path.unlink()
+
+    def _put_back(self) -> None:
+        if self.old.exists() and not self.output.exists():
+            self.old.rename(self.output)
 
     # -- the end ------------------------------------------------------------------------------
 

@@ -79,6 +79,12 @@ class CheckpointWriter:
         if source is not None:
             folder = source.folder if isinstance(source, Shards) else Path(source)
             _check_apart(self.output_dir, folder.resolve())
+            for file in folder.glob("*.safetensors"):  # which may be links
+                if self.output_dir in file.resolve().parents:
+                    raise CheckpointError(
+                        f"{file} leads into {self.output_dir}, which would be replaced; choose "
+                        "another folder for the output"
+                    )
         self._file: ShardFile | None = None  # the shard that is being written
         self._total_bytes = 0
         self._shards: list[dict[str, Any]] = []  # names and checksums of those that are complete
@@ -120,8 +126,13 @@ class CheckpointWriter:
         if self.identity is None or not self.resume or not self.output_dir.is_dir():
             return False
         journal = self.work.read()
-        moved = journal is not None and journal["complete"] and not self.partial.exists()
-        return bool(moved and journal and journal["identity"] == self.identity)
+        if journal is None or not journal["complete"] or self.partial.exists():
+            return False
+        count = len(journal["shards"])
+        return journal["identity"] == self.identity and all(
+            is_whole(self.output_dir / _final(i, count), shard)
+            for i, shard in enumerate(journal["shards"])
+        )
 
     # -- lifecycle --------------------------------------------------------------------------
 
@@ -138,9 +149,15 @@ class CheckpointWriter:
 
     def _begin(self) -> None:
         """Take up an earlier run, or begin."""
+        if self.identity is None and self.resume and self.work.journal.exists():
+            raise CheckpointError(
+                f"an unfinished run for {self.output_dir} is kept in {self.work.path}; finish it "
+                "with the command that began it, choose another output, or remove that folder"
+            )
         journal = self.work.read() if self.identity is not None and self.resume else None
         if journal is None:
             self.work.clear()
+            self._check_output()  # an earlier run may have put it aside
             self.partial.mkdir()
             return
         changed = list(differences(journal["identity"], self.identity or {}))
@@ -157,6 +174,8 @@ class CheckpointWriter:
             self._restore(journal)
 
     def _restore(self, journal: dict[str, Any]) -> None:
+        if not self.partial.is_dir():
+            raise CheckpointError(f"{self.partial} is gone; start anew with resume=False")
         for position, shard in enumerate(journal["shards"]):
             if not is_whole(self._shard(position, len(journal["shards"])), shard):
                 raise CheckpointError(
@@ -168,6 +187,18 @@ class CheckpointWriter:
         self._total_bytes = journal["total_bytes"]
         self._names.update(*(shard["names"] for shard in self._shards))
         self._names.update(self._file.names if self._file else ())
+        self._remove_others()
+
+    def _remove_others(self) -> None:
+        """Remove what the journal does not vouch for: files that were being written, or are old."""
+        count = len(self._shards)
+        kept = {self._shard(position, count) for position in range(count)}
+        kept |= {self._file.path} if self._file else set()
+        for path in self.partial.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            elif path not in kept:
+                path.unlink()
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
         self._open = False
@@ -227,20 +258,23 @@ class CheckpointWriter:
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Write a tensor."""
         tensor = tensor.detach().cpu().contiguous()
-        self._file_for(name, tensor.nbytes).add(name, tensor)
+        self._file_for(name, tensor.nbytes, tensor.ndim).add(name, tensor)
 
     def copy(self, name: str, source: Shards) -> None:
         """Write a tensor of another checkpoint, a piece at a time."""
         info = source.info(name)
-        file = self._file_for(name, info.nbytes)
+        file = self._file_for(name, info.nbytes, len(info.shape))
         file.add_pieces(name, info.dtype, info.shape, source.pieces(name))
 
-    def _file_for(self, name: str, nbytes: int) -> ShardFile:
+    def _file_for(self, name: str, nbytes: int, dimensions: int) -> ShardFile:
         self._require_open()
         if name in self._names:
             raise CheckpointError(f"{name} was added to {self.output_dir} twice")
         self._names.add(name)
-        if self._file is not None and self._file.nbytes + nbytes > self.max_shard_bytes:
+        if self._file is not None and (
+            self._file.nbytes + nbytes > self.max_shard_bytes
+            or not self._file.has_room(name, dimensions)
+        ):
             self._close_shard()
         if self._file is None:
             self._file = ShardFile(self._shard(len(self._shards)))
@@ -275,8 +309,14 @@ class CheckpointWriter:
             target = self.partial / relative
             if str(relative) == CONFIG or target.exists():
                 continue
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(folder / relative, target)
+            try:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(folder / relative, target)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{folder / relative} cannot be copied to {target}: {error.strerror}; the same "
+                    "command goes on from its last mark"
+                ) from error
             carried.append(relative)
         return carried
 

@@ -34,8 +34,14 @@ def save_importance(importance: Mapping[str, tuple[torch.Tensor, int]], path: st
     for name, (squares, tokens) in importance.items():
         tensors[f"{name}.sum"] = squares.detach().to("cpu", torch.float32).contiguous()
         tensors[f"{name}.count"] = torch.tensor(tokens, dtype=torch.int64)
+    if not path.parent.is_dir():
+        raise ImportanceError(
+            f"{path.parent} is not a folder, so {path.name} cannot be saved in it"
+        )
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     save_file(tensors, partial, metadata={"steelyard": _KIND})
+    with partial.open("rb") as file:
+        os.fsync(file.fileno())
     partial.replace(path)
 
 
@@ -49,8 +55,17 @@ def load_importance(
     path = Path(path)
     if not path.is_file():
         raise ImportanceError(f"there is no importance file {path}")
-    if path.suffix == ".gguf":
-        return _load_gguf(path, modules, model_type)
+    found = _load_gguf(path, modules, model_type) if path.suffix == ".gguf" else _load_own(path)
+    for name, (squares, tokens) in found.items():
+        if tokens < 1 or not bool((torch.isfinite(squares) & (squares >= 0)).all()):
+            raise ImportanceError(
+                f"{path} has sums for {name} that are no sums of squares, or no tokens ({tokens}); "
+                "gather it again"
+            )
+    return found
+
+
+def _load_own(path: Path) -> Importance:
     try:
         with safe_open(path, "pt") as file:
             kind = (file.metadata() or {}).get("steelyard")

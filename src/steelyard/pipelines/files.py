@@ -25,6 +25,9 @@ _TURNED = {"gpt2", "openai-gpt", "imagegpt", "decision_transformer"}  # whose Li
 _TURNED_LEAF = re.compile(r"^(c_attn|c_proj|c_fc|q_attn)$")
 
 
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
 class Router(Module):
     """Sends tokens to experts; a small matrix that decides much."""
 
@@ -73,6 +76,8 @@ def _class_of(view: CheckpointView, prefix: str, leaf: str) -> Module:
     weight = f"{prefix}.weight"
     if weight not in view or len(shape := view.info(weight).shape) != 2:
         return Other()
+    if view.info(weight).dtype not in _FLOATS:
+        return Other()  # codes of some other format
     if _EMBEDDING.search(leaf):
         return Embedding(1, 1, device="meta")
     if _ROUTER.search(leaf) or ".router." in f".{prefix}.":

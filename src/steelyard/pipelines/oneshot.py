@@ -25,7 +25,7 @@ from compressed_tensors.quantization import (
 )
 from torch.nn import Module
 
-from steelyard.errors import DataError, PlanError, nearest
+from steelyard.errors import DataError, ImportanceError, PlanError, nearest
 from steelyard.modifiers import GPTQModifier, IMatrixGatherer
 from steelyard.observers.importance_file import (
     Importance,
@@ -134,7 +134,7 @@ def oneshot(
         return result
     plan.require()
     run = Run(source, result, uncalibrated, propagate_error, show_progress)
-    run.importance = _importance_of(loaded, source, plan)
+    run.importance = _importance_of(loaded, source, plan, result.notes)
     needs_data = loaded.needs_data
     if pipeline == "datafree" and needs_data:
         raise DataError('the recipe needs calibration data, so pipeline="datafree" cannot run it')
@@ -214,14 +214,29 @@ def _gatherers(recipe: Recipe) -> list[IMatrixGatherer]:
     return [m for m in recipe.modifiers if isinstance(m, IMatrixGatherer)]
 
 
-def _importance_of(recipe: Recipe, source: Source, plan: Plan) -> Importance:
+def _importance_of(recipe: Recipe, source: Source, plan: Plan, notes: list[str]) -> Importance:
     """Return what the recipe's files say of the modules that are to be quantized."""
     files = [file for gatherer in _gatherers(recipe) for file in gatherer.load_from]
     names = [planned.name for planned in plan.quantized]
     kind = (source.shards.config if source.shards is not None else source.config()).get(
         "model_type", "llama"
     )
-    return merge_importance(*(load_importance(file, names, str(kind)) for file in files))
+    merged = merge_importance(*(load_importance(file, names, str(kind)) for file in files))
+    for planned in plan.quantized:
+        squares, _ = merged.get(planned.name, (None, 0))
+        if squares is not None and squares.shape != (planned.shape[1],):
+            raise ImportanceError(
+                f"{', '.join(files)} has {len(squares)} input channels for {planned.name}, which "
+                f"has {planned.shape[1]}; it is not of this model"
+            )
+    absent = [name for name in names if name not in merged]
+    if files and len(absent) == len(names):
+        raise ImportanceError(f"{', '.join(files)} has importance for none of the modules")
+    if files and absent:
+        notes.append(
+            f"the importance files hold nothing for {len(absent)} modules, such as {absent[0]}"
+        )
+    return merged
 
 
 def _note_unknown(plan: Plan, source: Source) -> None:

@@ -65,6 +65,7 @@ def errors_of(plan: Plan, model: Any, modifiers: Sequence[Modifier]) -> Iterator
         isinstance(m, QuantizationModifier) and m.bypass_divisibility_checks for m in modifiers
     )
     for planned in plan.quantized:
+        yield from _too_few_rows(planned)
         yield from _indivisible_groups(planned, bypass)
         if not bypass:
             yield from _indivisible_blocks(planned)
@@ -290,6 +291,31 @@ def _half_fused(modules: dict[str, Module], plan: Plan) -> Iterator[str]:
                 f"{', '.join(taken)} belong to different config groups, and the server fuses "
                 "them: give them one"
             )
+        elif taken and _shares_a_scale(quantized[taken[0]].scheme):
+            types = {quantized[name].dtype for name in taken}
+            if len(types) > 1:
+                yield (
+                    f"{', '.join(taken)} share one scale when served, but have the types "
+                    f"{', '.join(sorted(map(str, types)))}: save the model in one type first"
+                )
+
+
+def _shares_a_scale(scheme: QuantizationScheme) -> bool:
+    args = scheme.weights
+    return args is not None and args.type == "float" and args.strategy == "tensor"
+
+
+def _too_few_rows(planned: Planned) -> Iterator[str]:
+    """Packed zero points of few rows, which compressed-tensors cannot unpack."""
+    args = planned.scheme.weights
+    if args is None or args.symmetric or format_of(planned.scheme) != "pack-quantized":
+        return
+    least = 32 // args.num_bits
+    if args.strategy in ("group", "channel") and planned.shape[0] <= least:
+        yield (
+            f"{planned.name}: zero points of {planned.shape[0]} rows are packed in one word, which "
+            "compressed-tensors does not unpack; ignore it, or use a symmetric scheme"
+        )
 
 
 # -- sizes ------------------------------------------------------------------------------------

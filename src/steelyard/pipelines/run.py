@@ -223,13 +223,17 @@ class Run:
         path = writer.work.path / f"hidden-{self.done}.safetensors"
         if batches is not None:
             save_hidden(batches, path)
-            if self.gathered:
-                save_importance(self.gathered, writer.work.path / f"importance-{self.done}")
+            self._keep_importance()
         writer.mark(self.state())
         for old in writer.work.path.glob("*-*"):
             if not old.stem.endswith(f"-{self.done}"):
                 old.unlink()
         self._mark_cost = time.monotonic() - started
+
+    def _keep_importance(self) -> None:
+        writer = self.output.writer
+        if self.gathered and writer is not None and writer.identity is not None:
+            save_importance(self.gathered, writer.work.path / f"importance-{self.done}")
 
     # -- one module -------------------------------------------------------------------------
 
@@ -240,7 +244,7 @@ class Run:
         name: str,
         without: Module | None,
         run: Callable[[], None],
-        again: Callable[[], None] = lambda: None,
+        again: Callable[[], None] | None = None,
     ) -> None:
         """Calibrate `module` while `run` passes data through it; hand its tensors to the output.
 
@@ -253,7 +257,7 @@ class Run:
                 with (
                     computing_in(module, self.dtype),
                     gptq or contextlib.nullcontext(),
-                    self._until_seen(module, calibration),
+                    self._until_seen(module, calibration) if again else contextlib.nullcontext(),
                 ):
                     run()
                 if gptq is not None:
@@ -271,7 +275,7 @@ class Run:
                 if gptq is not None:
                     found.update(gptq.finish())
                 self._note_unweighed(calibration)
-            if self.propagate:
+            if self.propagate and again is not None:
                 rounded = rounded_once(calibration.modules.values())
                 with computing_in(module, self.dtype, scales=True), rounded:
                     again()
@@ -356,6 +360,7 @@ class Run:
     def end(self) -> None:
         """All modules are dealt with; raise if some of them saw nothing."""
         self.calibrated = True
+        self._keep_importance()
         allowed = self.weights_only_schemes if self.uncalibrated == "weights-only" else ()
         left = [name for name in self.unseen if name not in allowed]
         if not left:

@@ -30,7 +30,7 @@ def build_skeleton(
     skeleton = _skeleton(folder, shards, trust_remote_code)
     keys, joined, missing = _keys(skeleton, shards)
     if missing:
-        skeleton = _load_converted(folder, skeleton, trust_remote_code)
+        skeleton = _load_converted(folder, shards, skeleton, trust_remote_code)
     _take_types(skeleton, keys, shards)
     _fill_buffers(skeleton, keys, shards)
     return skeleton.eval(), keys, joined
@@ -143,16 +143,22 @@ def _fill_buffers(model: Module, keys: dict[str, str], shards: Shards) -> None:
             buffer.copy_(shards.read(keys[name]))
 
 
-def _load_converted(folder: Path, skeleton: Any, trust: bool) -> Any:
+def _load_converted(folder: Path, shards: CheckpointView, skeleton: Any, trust: bool) -> Any:
     """Load a model whose class joins or renames what the files hold, such as stacked experts."""
     from transformers import AutoModelForCausalLM
 
-    answer: Any = AutoModelForCausalLM.from_pretrained(
-        folder,
-        dtype=next(skeleton.parameters()).dtype,
-        trust_remote_code=trust,
-        output_loading_info=True,
-    )
+    options: dict[str, Any] = {
+        "dtype": next(skeleton.parameters()).dtype,
+        "output_loading_info": True,
+    }
+    answer: Any
+    if "quantization_config" in shards.config:  # which transformers decodes in its own way
+        state = {name: shards.read(name) for name in shards.names()}
+        answer = type(skeleton).from_pretrained(
+            None, config=skeleton.config, state_dict=state, **options
+        )
+    else:
+        answer = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust, **options)
     loaded, report = answer
     absent = sorted(report["missing_keys"])
     if absent:
