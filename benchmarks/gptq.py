@@ -237,6 +237,7 @@ def main() -> None:
         tokens = scratch / "tokens"
         asked_here(options.python, "tokenize", options.model, options.text or "-", tokens)
         chosen = options.rows or list(rows(options.group))
+        calibration = json.loads(Path(f"{tokens}-calibration.json").read_text())
         results = [run_row(name, options, scratch, tokens) for name in chosen]
         given = [options.peer_python, options.python]
         imports = {
@@ -247,7 +248,7 @@ def main() -> None:
         outcome = {
             "model": options.model.name,
             "group": options.group,
-            "calibration": f"{SAMPLES} x {LENGTH} tokens",
+            "calibration": f"{len(calibration)} x {len(calibration[0])} tokens",
             "machine": {"processor": processor(), "cores": os.cpu_count()},
             "imports": imports,
             "versions": {"peer": asked_here(options.peer_python, "versions", "llmcompressor")},
