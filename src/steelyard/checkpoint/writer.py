@@ -79,12 +79,6 @@ class CheckpointWriter:
         if source is not None:
             folder = source.folder if isinstance(source, Shards) else Path(source)
             _check_apart(self.output_dir, folder.resolve())
-            for file in folder.glob("*.safetensors"):  # which may be links
-                if self.output_dir in file.resolve().parents:
-                    raise CheckpointError(
-                        f"{file} leads into {self.output_dir}, which would be replaced; choose "
-                        "another folder for the output"
-                    )
         self._file: ShardFile | None = None  # the shard that is being written
         self._total_bytes = 0
         self._shards: list[dict[str, Any]] = []  # names and checksums of those that are complete
@@ -406,6 +400,12 @@ def _check_apart(out: Path, source: Path) -> None:
         raise CheckpointError(f"{out} contains the source {source}; choose another output folder")
     if source in out.parents:
         raise CheckpointError(f"{out} lies inside the source {source}; choose another output")
+    for file in source.glob("*.safetensors"):  # which may be links
+        if out in file.resolve().parents:
+            raise CheckpointError(
+                f"{file} leads into {out}, which would be replaced; choose another folder for the "
+                "output"
+            )
 
 
 def _to_json(content: dict[str, Any]) -> str:

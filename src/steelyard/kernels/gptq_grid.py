@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from steelyard.errors import StrategyError
-from steelyard.kernels.pack import quantize_and_pack
+from steelyard.kernels.pack import E2M1, block_of, quantize_and_pack, quotient_dtype
 from steelyard.kernels.rounding import minifloat, quantized_range, reconstruct
 
 if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationArgs
 
 __all__ = ["Grid"]
-
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,12 @@ class Grid:
     ) -> Grid:
         """Spread parameters as `Observer.get_qparams` returns them over the rows of a weight."""
         rows, columns = weight.shape
-        height, width = _block(args, rows, columns)
+        height, width = block_of(args, rows, columns)
+        if args.strategy in ("group", "tensor_group") and columns % width:
+            raise StrategyError(
+                f"strategy {args.strategy!r} with group_size={width} does not fit a weight of "
+                f"{columns} columns"
+            )
         shape = (math.ceil(rows / height), math.ceil(columns / width))
 
         def spread(t: torch.Tensor) -> torch.Tensor:
@@ -63,7 +66,6 @@ class Grid:
                 x, scale, zero_point, args, global_scale, packed=False, exact=exact, backend=backend
             )
 
-        quotient = torch.result_type(weight, scale) if global_scale is None else torch.float32
         effective = spread(scale) if global_scale is None else spread(scale) / global_scale
         return cls(
             effective,
@@ -71,7 +73,7 @@ class Grid:
             torch.arange(columns, device=weight.device) // width,
             args,
             weight.dtype,
-            not exact and quotient == weight.dtype,
+            not exact and quotient_dtype(weight, scale, global_scale) == weight.dtype,
             pack,
         )
 
@@ -127,7 +129,7 @@ class Grid:
         """Return what the file would hold of a weight, decoded; (out, in), in the weight's type."""
         codes = self.pack(weight)
         if codes.dtype == torch.uint8:  # two fp4 codes each
-            table = torch.tensor([*_E2M1, *(-v for v in _E2M1)], device=codes.device)
+            table = torch.tensor([*E2M1, *(-v for v in E2M1)], device=codes.device)
             pairs = torch.stack((codes & 15, codes >> 4), dim=-1)
             decoded = table[pairs.flatten(1).long()]
         else:
@@ -171,20 +173,3 @@ class Grid:
         """Round to the weight's type; what is too large for it becomes its largest value."""
         limit = torch.finfo(self.dtype).max
         return x.clamp(-limit, limit).to(self.dtype)
-
-
-def _block(args: QuantizationArgs, rows: int, columns: int) -> tuple[int, int]:
-    """Return how many rows and columns share one scale."""
-    if args.strategy == "tensor":
-        return rows, columns
-    if args.strategy == "channel":
-        return 1, columns
-    if args.strategy == "block":
-        height, width = args.block_structure
-        return height, width
-    if args.strategy in ("group", "tensor_group") and columns % args.group_size == 0:
-        return 1, args.group_size
-    raise StrategyError(
-        f"strategy {args.strategy!r} with group_size={args.group_size} does not fit a weight of "
-        f"{columns} columns"
-    )

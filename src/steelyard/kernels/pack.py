@@ -30,7 +30,9 @@ from steelyard.kernels.rounding import quantized_range, round_to_type
 if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationArgs
 
-__all__ = ["quantize_and_pack", "squared_error"]
+__all__ = ["E2M1", "block_of", "quantize_and_pack", "quotient_dtype", "squared_error"]
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 _PACKED32, _BYTES, _NIBBLES = 0, 1, 2  # as in native/api.h
 
@@ -126,11 +128,14 @@ def _arithmetic(
         raise StrategyError(f"a weight to pack has two dimensions, got {tuple(weight.shape)}")
     if args.type == "float" and args.num_bits == 4:
         zero_point = torch.zeros_like(scale)  # fp4 has none, but its zeros lose their sign
-    rounds = not exact and _quotient(weight, scale, global_scale) in (torch.bfloat16, torch.float16)
-    return zero_point, _block(args, weight.shape[0], weight.shape[1]), rounds
+    rounds = not exact and quotient_dtype(weight, scale, global_scale) in (
+        torch.bfloat16,
+        torch.float16,
+    )
+    return zero_point, block_of(args, weight.shape[0], weight.shape[1]), rounds
 
 
-def _quotient(
+def quotient_dtype(
     weight: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor | None
 ) -> torch.dtype:
     """Return what torch would divide in, given these tensors."""
@@ -144,7 +149,7 @@ def _compiled(
     rounds: bool,
     backend: str | None,
 ) -> bool:
-    in_its_own_type = _quotient(weight, scale, global_scale) == weight.dtype
+    in_its_own_type = quotient_dtype(weight, scale, global_scale) == weight.dtype
     return use_compiled(weight, backend) and (not rounds or in_its_own_type)
 
 
@@ -164,7 +169,7 @@ def _storage(
     raise StrategyError(f"there is no packed form of {args.num_bits}-bit floats here")
 
 
-def _block(args: QuantizationArgs, rows: int, columns: int) -> tuple[int, int]:
+def block_of(args: QuantizationArgs, rows: int, columns: int) -> tuple[int, int]:
     """Return how many rows and columns share one scale."""
     if args.strategy == "tensor":
         return rows, columns
@@ -207,7 +212,7 @@ def _spread(t: torch.Tensor, shape: torch.Size, block: tuple[int, int]) -> torch
 
 
 def _pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
-    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device=codes.device)
+    values = torch.tensor(E2M1, device=codes.device)
     index = torch.searchsorted(values, codes.abs()).to(torch.uint8)
     index = index | (torch.signbit(codes).to(torch.uint8) << 3)
     return index[:, ::2] | (index[:, 1::2] << 4)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from compressed_tensors.utils.match import is_match
 from pydantic import Field, field_validator
+from torch.nn import Module
 
 from steelyard.modifiers.base import Modifier
 from steelyard.modifiers.targets import Target
 
-__all__ = ["IMatrixGatherer"]
+__all__ = ["IMatrixGatherer", "gatherers_in"]
 
 
 @Modifier.register("IMatrixGatherer")
@@ -36,3 +39,11 @@ class IMatrixGatherer(Modifier):
     @property
     def needs_data(self) -> bool:
         return not self.load_from
+
+    def covers(self, name: str, module: Module) -> bool:
+        """Whether a module is among those that gather."""
+        return bool(is_match(name, module, self.targets, self.ignore))
+
+
+def gatherers_in(modifiers: Iterable[Modifier]) -> list[IMatrixGatherer]:
+    return [modifier for modifier in modifiers if isinstance(modifier, IMatrixGatherer)]

@@ -10,7 +10,6 @@ another; a layer is calibrated in the pass that computes the input of the next.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import inspect
 import sys
 import time
@@ -25,14 +24,8 @@ from compressed_tensors.quantization import (
 )
 from torch.nn import Module
 
-from steelyard.errors import DataError, ImportanceError, PlanError, nearest
-from steelyard.modifiers import GPTQModifier, IMatrixGatherer
-from steelyard.observers.importance_file import (
-    Importance,
-    load_importance,
-    merge_importance,
-    save_importance,
-)
+from steelyard.errors import DataError, PlanError, nearest
+from steelyard.modifiers import GPTQModifier
 from steelyard.pipelines.data import load_samples
 from steelyard.pipelines.data_limits import check_numbers, learned_positions
 from steelyard.pipelines.gptq import moment_bytes
@@ -134,7 +127,7 @@ def oneshot(
         return result
     plan.require()
     run = Run(source, result, uncalibrated, propagate_error, show_progress)
-    run.importance = _importance_of(loaded, source, plan, result.notes)
+    run.importance.load(source, plan, result.notes)
     needs_data = loaded.needs_data
     if pipeline == "datafree" and needs_data:
         raise DataError('the recipe needs calibration data, so pipeline="datafree" cannot run it')
@@ -165,9 +158,8 @@ def oneshot(
         result.notes.append(samples.description)
     identity = None
     if source.shards is not None and output_dir is not None:
-        options: dict[str, Any] = {"pipeline": pipeline, "propagate_error": propagate_error}
-        for file in (f for gatherer in _gatherers(loaded) for f in gatherer.load_from):
-            options[file] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+        options = {"pipeline": pipeline, "propagate_error": propagate_error}
+        options |= run.importance.digests()
         tokens = samples.batches if samples is not None else ()
         identity = identity_of(source.shards, loaded.text, options, tokens)
     given = restored_on_error(model) if result.model is not None else contextlib.nullcontext()
@@ -190,9 +182,7 @@ def oneshot(
         run.end()
         final = run.final_config(config)
         result.output_dir = run.output.finish(final, loaded.text, result.modules, plan, run.state())
-    for gatherer in _gatherers(loaded):
-        if gatherer.save_to is not None:
-            save_importance(run.gathered, gatherer.save_to)
+    run.importance.save()
     if result.model is not None:
         save_as_quantized(source, final, loaded.text, result.modules, plan, tokenizer or processor)
     result.seconds = time.perf_counter() - started
@@ -208,35 +198,6 @@ def _streams(model: Any, recipe: Recipe, config: QuantizationConfig, pipeline: s
     named = [*config.ignore, *(t for s in config.config_groups.values() for t in s.targets)]
     classes = {name for name in named if name[:1].isupper()} - {"Linear", "Embedding"}
     return not classes
-
-
-def _gatherers(recipe: Recipe) -> list[IMatrixGatherer]:
-    return [m for m in recipe.modifiers if isinstance(m, IMatrixGatherer)]
-
-
-def _importance_of(recipe: Recipe, source: Source, plan: Plan, notes: list[str]) -> Importance:
-    """Return what the recipe's files say of the modules that are to be quantized."""
-    files = [file for gatherer in _gatherers(recipe) for file in gatherer.load_from]
-    names = [planned.name for planned in plan.quantized]
-    kind = (source.shards.config if source.shards is not None else source.config()).get(
-        "model_type", "llama"
-    )
-    merged = merge_importance(*(load_importance(file, names, str(kind)) for file in files))
-    for planned in plan.quantized:
-        squares, _ = merged.get(planned.name, (None, 0))
-        if squares is not None and squares.shape != (planned.shape[1],):
-            raise ImportanceError(
-                f"{', '.join(files)} has {len(squares)} input channels for {planned.name}, which "
-                f"has {planned.shape[1]}; it is not of this model"
-            )
-    absent = [name for name in names if name not in merged]
-    if files and len(absent) == len(names):
-        raise ImportanceError(f"{', '.join(files)} has importance for none of the modules")
-    if files and absent:
-        notes.append(
-            f"the importance files hold nothing for {len(absent)} modules, such as {absent[0]}"
-        )
-    return merged
 
 
 def _note_unknown(plan: Plan, source: Source) -> None:

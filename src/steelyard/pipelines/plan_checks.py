@@ -16,6 +16,7 @@ from torch.nn import Embedding, Module
 from steelyard.checkpoint.layout import format_of
 from steelyard.errors import PipelineError, StrategyError
 from steelyard.modifiers import GPTQModifier, IMatrixGatherer, Modifier, QuantizationModifier
+from steelyard.modifiers.imatrix import gatherers_in
 from steelyard.observers import Observer
 from steelyard.observers.checks import check_type
 from steelyard.observers.fusion import fused_groups
@@ -44,7 +45,7 @@ def errors_of(plan: Plan, model: Any, modifiers: Sequence[Modifier]) -> Iterator
     for target in (t for s in plan.config.config_groups.values() for t in s.targets):
         if not _matches(modules, target):
             yield f"the target {target!r} matches no module: look at its spelling"
-    for gatherer in _gatherers(modifiers):
+    for gatherer in gatherers_in(modifiers):
         if gatherer.save_to is not None and not _feeds_an_observer(gatherer, plan, modules):
             yield f"nothing would be saved to {gatherer.save_to}: {_IDLE}"
         for target in gatherer.targets:
@@ -80,7 +81,7 @@ def warnings_of(plan: Plan, model: Any, modifiers: Sequence[Modifier]) -> Iterat
     for modifier in modifiers:
         if isinstance(modifier, QuantizationModifier):
             yield from modifier.idle_observers()
-    for gatherer in _gatherers(modifiers):
+    for gatherer in gatherers_in(modifiers):
         if gatherer.save_to is None and not _feeds_an_observer(gatherer, plan, modules):
             yield _IDLE
     stacked = [left for left in plan.left if len(left.shape) > 2]
@@ -133,18 +134,14 @@ def _matches(modules: dict[str, Module], pattern: str) -> bool:
     return any(is_match(name, module, pattern) for name, module in modules.items())
 
 
-def _gatherers(modifiers: Sequence[Modifier]) -> list[IMatrixGatherer]:
-    return [modifier for modifier in modifiers if isinstance(modifier, IMatrixGatherer)]
-
-
 def _feeds_an_observer(gatherer: IMatrixGatherer, plan: Plan, modules: dict[str, Module]) -> bool:
     for planned in plan.quantized:
         weights = planned.scheme.weights
         if weights is None or weights.observer is None:
             continue
         observer = Observer.get_value_from_registry(weights.observer)
-        matched = is_match(planned.name, modules[planned.name], gatherer.targets, gatherer.ignore)
-        if issubclass(observer, ImportanceObserver) and matched:
+        covered = gatherer.covers(planned.name, modules[planned.name])
+        if issubclass(observer, ImportanceObserver) and covered:
             return True
     return False
 

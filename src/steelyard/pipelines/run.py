@@ -14,17 +14,15 @@ from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
-from compressed_tensors.utils.match import is_match
 from torch.nn import Module
 
 from steelyard.calibration import Calibration
 from steelyard.calibration.lifecycle import observed_tokens
 from steelyard.errors import CalibrationError, PipelineError
-from steelyard.modifiers import GPTQModifier, IMatrixGatherer
-from steelyard.observers.importance import ImportanceObserver
-from steelyard.observers.importance_file import Importance, load_importance, save_importance
+from steelyard.modifiers import GPTQModifier
 from steelyard.pipelines.data import Samples
 from steelyard.pipelines.gptq import GPTQ
+from steelyard.pipelines.importance import RunImportance
 from steelyard.pipelines.progress import progress
 from steelyard.pipelines.result import ModuleResult, Result
 from steelyard.pipelines.saving import Output
@@ -60,8 +58,7 @@ class Run:
         self.propagate = propagate
         self.show = show
         self.output: Output
-        self.importance: Importance = {}  # from files
-        self.gathered: Importance = {}
+        self.importance = RunImportance(result.recipe)
         self.unseen: list[str] = []
         self.weights_only_schemes: dict[str, QuantizationScheme] = {}
         self.device = _device(source.model)
@@ -80,7 +77,13 @@ class Run:
         assert view is not None and writer is not None
         if not self.calibrated:
             stream = Stream(
-                view, plan, writer, self.result.modules, self.state, self.importance, self.show
+                view,
+                plan,
+                writer,
+                self.result.modules,
+                self.state,
+                self.importance.loaded,
+                self.show,
             )
             stream.run(self.done)
             self.done = stream.done
@@ -193,9 +196,7 @@ class Run:
         self.result.notes += [n for n in progress["notes"] if n not in self.result.notes]
         self.done, self.calibrated = progress["done"], progress["calibrated"]
         assert self.output.writer is not None
-        saved = self.output.writer.work.path / f"importance-{self.done}"
-        if saved.exists():
-            self.gathered = load_importance(saved)
+        self.importance.take_up(self.output.writer.work.path, self.done)
         count = len(self.result.modules)
         self.result.notes.append(f"continued after {count} modules, which an earlier run had done")
 
@@ -223,17 +224,12 @@ class Run:
         path = writer.work.path / f"hidden-{self.done}.safetensors"
         if batches is not None:
             save_hidden(batches, path)
-            self._keep_importance()
+            self.importance.keep(writer.work.path, self.done)
         writer.mark(self.state())
         for old in writer.work.path.glob("*-*"):
             if not old.stem.endswith(f"-{self.done}"):
                 old.unlink()
         self._mark_cost = time.monotonic() - started
-
-    def _keep_importance(self) -> None:
-        writer = self.output.writer
-        if self.gathered and writer is not None and writer.identity is not None:
-            save_importance(self.gathered, writer.work.path / f"importance-{self.done}")
 
     # -- one module -------------------------------------------------------------------------
 
@@ -252,7 +248,7 @@ class Run:
         """
         with self.source.loaded(module, name, without):
             with Calibration(module, name, without) as calibration:
-                self._gather_only_where_asked(calibration)
+                self.importance.only_where_asked(calibration)
                 gptq = self.gptq.begin(calibration.modules) if self.gptq else None
                 with (
                     computing_in(module, self.dtype),
@@ -263,7 +259,7 @@ class Run:
                 if gptq is not None:
                     gptq.weigh()
                 calibration.sync()
-                self._exchange_importance(calibration)
+                self.importance.exchange(calibration)
                 self._note_unseen(calibration)
                 if gptq is not None:
                     gptq.regroup()
@@ -300,32 +296,6 @@ class Run:
             return contextlib.nullcontext()
         return Until(layer, calibration.modules.values())
 
-    def _gather_only_where_asked(self, calibration: Calibration) -> None:
-        """Where there is an IMatrixGatherer, its targets say which modules gather importance."""
-        gatherers = [m for m in self.result.recipe.modifiers if isinstance(m, IMatrixGatherer)]
-        if not gatherers:
-            return
-        for name, _, observer in calibration.observers():
-            module = calibration.modules[name]
-            asked = any(
-                any(is_match(name, module, target) for target in gatherer.targets)
-                and not any(is_match(name, module, pattern) for pattern in gatherer.ignore)
-                for gatherer in gatherers
-            )
-            if isinstance(observer, ImportanceObserver) and not asked:
-                observer.detach(module)
-                observer.reset()
-
-    def _exchange_importance(self, calibration: Calibration) -> None:
-        """Keep what was gathered, and add what files hold."""
-        for name, _, observer in calibration.observers():
-            if not isinstance(observer, ImportanceObserver):
-                continue
-            if observer.gathered is not None:
-                self.gathered[name] = observer.gathered
-            if name in self.importance:
-                observer.add_importance(*self.importance[name])
-
     def _hopeless(self) -> list[str]:
         """Return the modules that saw nothing and have no weights to fall back to."""
         if self.uncalibrated == "error" and self.source.shards is None:
@@ -360,14 +330,16 @@ class Run:
     def end(self) -> None:
         """All modules are dealt with; raise if some of them saw nothing."""
         self.calibrated = True
-        self._keep_importance()
+        writer = self.output.writer
+        if writer is not None and writer.identity is not None:
+            self.importance.keep(writer.work.path, self.done)
         allowed = self.weights_only_schemes if self.uncalibrated == "weights-only" else ()
         left = [name for name in self.unseen if name not in allowed]
         if not left:
             return
         kept = ""
-        if self.output.writer is not None and not self._hopeless():
-            self.output.writer.mark(self.state())
+        if writer is not None and not self._hopeless():
+            writer.mark(self.state())
             kept = " What was calibrated is kept, and need not be again if you choose the second."
         shown = "\n".join(f"  - {name}" for name in left)
         raise CalibrationError(

@@ -28,6 +28,7 @@ from steelyard.checkpoint import (
 from steelyard.errors import CheckpointInvalid, PipelineError
 from steelyard.observers.fusion import fused_groups
 from steelyard.pipelines.plan import Plan
+from steelyard.pipelines.skeleton import own_buffers, parts_of
 from steelyard.pipelines.source import Source
 from steelyard.pipelines.weight_errors import relative_error
 
@@ -59,9 +60,8 @@ class Output:
         if folder is None:
             yield cls(source, None, tokenizer)
             return
-        origin = source.origin
         with CheckpointWriter(
-            folder, overwrite=overwrite, source=origin, identity=identity, resume=resume
+            folder, overwrite=overwrite, source=source.origin, identity=identity, resume=resume
         ) as writer:
             yield cls(source, writer, tokenizer)
 
@@ -82,11 +82,7 @@ class Output:
             parameters = {n: p.data for n, p in module._parameters.items() if p is not None}
             if getattr(module, "quantization_scheme", None) is not None:
                 parameters = self._add_quantized(path, module, parameters)
-            parameters.update(
-                (leaf, buffer)
-                for leaf, buffer in module._buffers.items()
-                if buffer is not None and leaf not in module._non_persistent_buffers_set
-            )
+            parameters.update(own_buffers(module))
             for leaf, value in parameters.items():
                 self._add(f"{path}.{leaf}".strip("."), value)
             self._release(module)
@@ -125,12 +121,10 @@ class Output:
         tied = getattr(self.source.model, "all_tied_weights_keys", None) or {}
         if name in tied or name in self.done:
             return
-        from transformers.core_model_loading import revert_weight_conversion
-
         self.done.add(name)
         assert self.writer is not None
         # what the class joined on loading, such as experts, is saved as it was
-        for original, tensor in revert_weight_conversion(self.source.model, {name: value}).items():
+        for original, tensor in parts_of(self.source.model, name, value).items():
             self._add_plain(original, tensor)
 
     def _add_plain(self, name: str, tensor: torch.Tensor) -> None:
@@ -195,7 +189,9 @@ class Output:
         content["quantization_config"] = quantization_config_dict(config)
         self.writer.write_text("recipe.yaml", recipe)
         reported = {
-            self._module_key(name): m.error for name, m in modules.items() if m.error is not None
+            self.source.module_key(name): m.error
+            for name, m in modules.items()
+            if m.error is not None
         }
 
         def check(folder: Path) -> None:
@@ -205,7 +201,7 @@ class Output:
                 reported=reported,
                 fused=_fused(self.source, plan),
                 allow_negative=_negative(config),
-                dtypes={self._module_key(p.name): p.dtype for p in plan.quantized},
+                dtypes={self.source.module_key(p.name): p.dtype for p in plan.quantized},
             )
             if problems:
                 listed = "\n".join(f"  - {problem}" for problem in problems)
@@ -216,16 +212,13 @@ class Output:
 
         return self.writer.finish(content, check)
 
-    def _module_key(self, name: str) -> str:
-        return self.source.key(f"{name}.weight").removesuffix(".weight")
-
     def _ignored(self, config: QuantizationConfig) -> list[str]:
         """Name every matrix that is not quantized: a server sees classes, not what we left out.
 
         Its classes need not be ours: experts that transformers joins are Linear layers there.
         """
         modules = dict(self.source.model.named_modules())
-        names = {self._module_key(name): name for name in modules}
+        names = {self.source.module_key(name): name for name in modules}
         found = list(config.ignore)
         for name in self.plain:
             module = modules[names[name]] if name in names else None
@@ -307,6 +300,6 @@ def _negative(config: QuantizationConfig) -> bool:
 def _fused(source: Source, plan: Plan) -> list[tuple[str, ...]]:
     """Return the names, as in the source, of modules that the server fuses."""
     return [
-        tuple(source.key(f"{name}.weight").removesuffix(".weight") for name in group)
+        tuple(source.module_key(name) for name in group)
         for group in fused_groups(p.name for p in plan.quantized)
     ]

@@ -17,7 +17,7 @@ from torch.nn import Module, Parameter
 from steelyard.checkpoint import CheckpointView, Shards
 from steelyard.errors import PipelineError
 
-__all__ = ["build_skeleton", "parts_of", "persistent_buffers"]
+__all__ = ["build_skeleton", "own_buffers", "parts_of"]
 
 
 def build_skeleton(
@@ -72,7 +72,7 @@ def _keys(model: Any, shards: Shards) -> tuple[dict[str, str], dict[str, list[st
     joined: dict[str, list[str]] = {}
     missing = []
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    for name, tensor in {**parameters, **dict(persistent_buffers(model))}.items():
+    for name, tensor in {**parameters, **dict(_persistent_buffers(model))}.items():
         names = [name, name.removeprefix(prefix), f"{prefix}{name}"]
         found = next((n for n in names if n in shards), None)
         if found is not None:
@@ -116,12 +116,17 @@ def _are_views(model: Any, name: str, like: torch.Tensor) -> bool:
     return inside and sum(part.numel() for part in parts) == whole.numel()
 
 
-def persistent_buffers(model: Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the buffers that are saved with the model."""
+def own_buffers(module: Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the buffers of one module that are saved with the model."""
+    for leaf, buffer in module._buffers.items():
+        if buffer is not None and leaf not in module._non_persistent_buffers_set:
+            yield leaf, buffer
+
+
+def _persistent_buffers(model: Module) -> Iterator[tuple[str, torch.Tensor]]:
     for prefix, module in model.named_modules():
-        for leaf, buffer in module._buffers.items():
-            if buffer is not None and leaf not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{leaf}".strip("."), buffer
+        for leaf, buffer in own_buffers(module):
+            yield f"{prefix}.{leaf}".strip("."), buffer
 
 
 def _take_types(model: Module, keys: dict[str, str], shards: Shards) -> None:
@@ -138,7 +143,7 @@ def _take_types(model: Module, keys: dict[str, str], shards: Shards) -> None:
 
 
 def _fill_buffers(model: Module, keys: dict[str, str], shards: Shards) -> None:
-    for name, buffer in persistent_buffers(model):
+    for name, buffer in _persistent_buffers(model):
         if name in keys:
             buffer.copy_(shards.read(keys[name]))
 

@@ -117,6 +117,10 @@ class Source:
             return self.keys[near].removesuffix(near.removeprefix(f"{module}.")) + leaf
         return f"{weight.removesuffix('weight')}{leaf}"
 
+    def module_key(self, name: str) -> str:
+        """Return the name that the source has for a module with a weight."""
+        return self.key(f"{name}.weight").removesuffix(".weight")
+
     @contextlib.contextmanager
     def loaded(
         self,

@@ -10,7 +10,8 @@ from typing import Any
 from compressed_tensors.quantization import is_preset_scheme
 
 from steelyard.errors import RecipeError
-from steelyard.modifiers import IMatrixGatherer, Modifier
+from steelyard.modifiers import Modifier
+from steelyard.modifiers.imatrix import gatherers_in
 from steelyard.recipes.check import check_options
 from steelyard.recipes.dump import dump_modifiers
 from steelyard.recipes.locate import Problem, Source
@@ -35,7 +36,7 @@ class Recipe:
     @property
     def needs_data(self) -> bool:
         """Whether any modifier needs calibration data."""
-        given = any(isinstance(m, IMatrixGatherer) and m.load_from for m in self.modifiers)
+        given = any(gatherer.load_from for gatherer in gatherers_in(self.modifiers))
         return any(m.needs_activations if given else m.needs_data for m in self.modifiers)
 
 
