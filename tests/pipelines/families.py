@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file
 
 COMMON = {
     "vocab_size": 128,
@@ -78,6 +80,14 @@ def small_model(family: str, dtype: torch.dtype = torch.bfloat16, **changes: Any
         if parameter.ndim > 1:
             parameter.data.mul_(3)
     return model.eval()
+
+
+def read(folder: Path) -> dict[str, torch.Tensor]:
+    """Return all tensors of a checkpoint, read by the library's own reader."""
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found.update(load_file(file))
+    return found
 
 
 def token_batches(seed: int = 0) -> list[torch.Tensor]:

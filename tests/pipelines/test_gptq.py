@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from families import small_model, token_batches
-from safetensors.torch import load_file
+from families import read, small_model, token_batches
+from interruption import Stop, stop_at_mark
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
@@ -54,13 +54,6 @@ def correlated(seed: int = 0) -> list[torch.Tensor]:
     """Few different tokens, so that the inputs of layers are far from independent."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(3, 24, (2, 32), generator=generator) for _ in range(6)]
-
-
-def read(folder: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        found.update(load_file(file))
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -250,22 +243,11 @@ def test_also_outside_of_the_layers(
 def test_killed_run_is_continued(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Stop(BaseException):
-        pass
-
     monkeypatch.setattr(CheckpointWriter, "mark_seconds", 0.0)
     modifier = GPTQModifier(config_groups=groups(), ignore=["lm_head"])
     whole = oneshot(source, [IMatrixGatherer(), modifier], correlated(), tmp_path / "whole")
-    mark, calls = CheckpointWriter.mark, [0]
-
-    def stopping(self: CheckpointWriter, progress: dict[str, Any]) -> None:
-        mark(self, progress)
-        calls[0] += 1
-        if calls[0] == 2:
-            raise Stop
-
     with monkeypatch.context() as patch:
-        patch.setattr(CheckpointWriter, "mark", stopping)
+        stop_at_mark(patch, 2)
         with pytest.raises(Stop):
             oneshot(source, [IMatrixGatherer(), modifier], correlated(), tmp_path / "q")
     result = oneshot(source, [IMatrixGatherer(), modifier], correlated(), tmp_path / "q")

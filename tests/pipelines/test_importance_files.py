@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from families import small_model, token_batches
-from safetensors.torch import load_file, save_file
+from families import read, small_model, token_batches
+from interruption import Stop, stop_at_mark
+from safetensors.torch import save_file
 from torch.testing import assert_close
 
 from steelyard import oneshot
+from steelyard.checkpoint import CheckpointWriter
 from steelyard.errors import CheckpointError, ImportanceError, PlanError
 from steelyard.modifiers import GPTQModifier, IMatrixGatherer, QuantizationModifier
 from steelyard.observers.importance_file import load_importance, merge_importance, save_importance
@@ -23,13 +25,6 @@ def int3(**options: Any) -> QuantizationModifier:
     args = {"num_bits": 3, "strategy": "group", "group_size": 32, "observer": "optimal"}
     groups = {"group_0": {"targets": ["Linear"], "weights": {**args, **options}}}
     return QuantizationModifier(config_groups=groups, ignore=["lm_head"])
-
-
-def read(folder: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        found.update(load_file(file))
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -166,24 +161,13 @@ def test_files_that_are_none(source: Path, gathered: Path, tmp_path: Path) -> No
 def test_changed_importance_is_another_run(
     source: Path, gathered: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from steelyard.checkpoint import CheckpointWriter
-
-    class Stop(BaseException):
-        pass
-
     monkeypatch.setattr(CheckpointWriter, "mark_seconds", 0.0)
     file = tmp_path / "importance.safetensors"
     whole = load_importance(gathered / "importance.safetensors")
     save_importance(whole, file)
-    mark = CheckpointWriter.mark
-
-    def stopping(self: CheckpointWriter, progress: dict[str, Any]) -> None:
-        mark(self, progress)
-        raise Stop
-
     recipe = [IMatrixGatherer(load_from=str(file)), int3()]
     with monkeypatch.context() as patch:
-        patch.setattr(CheckpointWriter, "mark", stopping)
+        stop_at_mark(patch, 1)
         with pytest.raises(Stop):
             oneshot(source, recipe, None, tmp_path / "q")
     save_importance({name: (2 * squares + 1, n) for name, (squares, n) in whole.items()}, file)

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from families import COMMON, small_model, token_batches
-from safetensors.torch import load_file
+from families import COMMON, read, small_model, token_batches
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
@@ -34,13 +33,6 @@ STATIC = {"num_bits": 8, "strategy": "tensor"}
 def static(ignore: Any = ("lm_head",), **options: Any) -> QuantizationModifier:
     scheme = {"targets": ["Linear"], "weights": BYTE, "input_activations": STATIC, **options}
     return QuantizationModifier(config_groups={"group_0": scheme}, ignore=list(ignore))
-
-
-def read(folder: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        found.update(load_file(file))
-    return found
 
 
 @torch.no_grad()

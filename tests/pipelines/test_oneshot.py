@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
-from families import small_model, token_batches
-from safetensors import safe_open
+from families import read, small_model, token_batches
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
@@ -81,14 +80,6 @@ def logits(model: Any) -> torch.Tensor:
     return model(token_batches(seed=9)[0]).logits
 
 
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    found = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as shard:
-            found.update({name: shard.get_tensor(name) for name in list(shard.keys())})
-    return found
-
-
 @pytest.mark.filterwarnings("ignore")  # transformers' and compressed-tensors' own, on loading
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_loaded_checkpoint_equals_the_fake_quantized_model(
@@ -100,7 +91,7 @@ def test_loaded_checkpoint_equals_the_fake_quantized_model(
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     plain = logits(model)
     oneshot(model, modifier, data, tmp_path / "from_module")
-    first, second = (tensors_of(tmp_path / n) for n in ("from_folder", "from_module"))
+    first, second = (read(tmp_path / n) for n in ("from_folder", "from_module"))
     assert_close(first, second, rtol=0, atol=0, msg="layer by layer differs from in memory")
     ours = logits(model)
     assert not torch.equal(ours, plain), "nothing was quantized"
@@ -117,7 +108,7 @@ def test_files_are_carried_over_and_the_source_is_untouched(folder: Path, tmp_pa
     assert "W4A16" in (tmp_path / "q" / "recipe.yaml").read_text()
     config = json.loads((tmp_path / "q" / "config.json").read_text())
     assert config["quantization_config"]["format"] == "pack-quantized"
-    source, written = tensors_of(folder), tensors_of(tmp_path / "q")
+    source, written = read(folder), read(tmp_path / "q")
     kept = [name for name in source if name in written]
     assert "lm_head.weight" in kept
     assert "model.layers.0.mlp.up_proj.weight" not in kept
@@ -127,7 +118,7 @@ def test_files_are_carried_over_and_the_source_is_untouched(folder: Path, tmp_pa
 def test_reported_error_is_that_of_the_stored_weight(folder: Path, tmp_path: Path) -> None:
     result = oneshot(folder, rtn("W8A8"), None, tmp_path / "q")
     name = "model.layers.1.mlp.down_proj"
-    source, written = tensors_of(folder), tensors_of(tmp_path / "q")
+    source, written = read(folder), read(tmp_path / "q")
     weight = source[f"{name}.weight"].float()
     stored = written[f"{name}.weight"].float() * written[f"{name}.weight_scale"].float()
     error = float((stored - weight).square().sum() / weight.square().sum())
@@ -153,7 +144,7 @@ def test_importance_of_the_data_weighs_the_columns(folder: Path, tmp_path: Path)
     importance = torch.cat(seen).square().mean(0)
 
     def error(folder: Path) -> float:
-        written = tensors_of(folder)
+        written = read(folder)
         words = written[f"{name}.weight_packed"].long().unsqueeze(-1)
         codes = ((words >> torch.arange(0, 32, 4)) & 15).flatten(1) - 8
         stored = codes * written[f"{name}.weight_scale"].float().repeat_interleave(128, dim=1)
@@ -167,7 +158,7 @@ def test_importance_is_gathered_only_where_asked(folder: Path, tmp_path: Path) -
     gatherer = IMatrixGatherer(targets=["re:.*layers.0.*"], ignore=["re:.*up_proj"])
     oneshot(folder, modifier, None, tmp_path / "plain")
     oneshot(folder, [gatherer, modifier], data, tmp_path / "some")
-    plain, some = (tensors_of(tmp_path / n) for n in ("plain", "some"))
+    plain, some = (read(tmp_path / n) for n in ("plain", "some"))
     weighed = {n for n in plain if not torch.equal(plain[n], some[n])}
     assert any("layers.0.mlp.down_proj" in name for name in weighed)
     assert not any("layers.1" in name or "up_proj" in name for name in weighed)
@@ -219,7 +210,7 @@ def test_dry_run_only_plans(folder: Path, tmp_path: Path) -> None:
 def test_output_size_is_known_beforehand(folder: Path, tmp_path: Path) -> None:
     for scheme in ("W4A16", "FP8_DYNAMIC", "NVFP4A16"):
         result = oneshot(folder, rtn(scheme), None, tmp_path / scheme)
-        sizes = [t.numel() * t.element_size() for t in tensors_of(tmp_path / scheme).values()]
+        sizes = [t.numel() * t.element_size() for t in read(tmp_path / scheme).values()]
         assert result.plan.output_bytes == sum(sizes)
 
 
@@ -235,13 +226,13 @@ def test_whole_model_pass_agrees_with_layer_by_layer(folder: Path, tmp_path: Pat
     modifier = QuantizationModifier(ignore=["lm_head"], **group("group_0"))
     oneshot(folder, modifier, token_batches(), tmp_path / "layers")
     oneshot(folder, modifier, token_batches(), tmp_path / "whole", pipeline="basic")
-    assert_close(tensors_of(tmp_path / "layers"), tensors_of(tmp_path / "whole"), rtol=0, atol=0)
+    assert_close(read(tmp_path / "layers"), read(tmp_path / "whole"), rtol=0, atol=0)
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_output_projection_can_be_calibrated_too(folder: Path, tmp_path: Path) -> None:
     oneshot(folder, QuantizationModifier(**group("group_0")), token_batches(), tmp_path / "q")
-    written = tensors_of(tmp_path / "q")
+    written = read(tmp_path / "q")
     assert float(written["lm_head.input_scale"]) > 0
     assert written["lm_head.weight"].dtype == torch.int8
 
@@ -280,7 +271,7 @@ def test_modules_without_tokens_can_keep_their_activations(tmp_path: Path) -> No
     model.model.layers[1].mlp = Experts(model.model.layers[1].mlp)
     modifier = QuantizationModifier(ignore=["lm_head"], **group("group_0"))
     result = oneshot(model, modifier, token_batches(), tmp_path / "q", uncalibrated="weights-only")
-    written = tensors_of(tmp_path / "q")
+    written = read(tmp_path / "q")
     assert "model.layers.1.mlp.passed_over.up_proj.weight_scale" in written
     assert "model.layers.1.mlp.passed_over.up_proj.input_scale" not in written
     assert "model.layers.1.mlp.taken.up_proj.input_scale" in written
@@ -322,7 +313,7 @@ def test_save_pretrained_of_a_quantized_module_writes_the_checkpoint(
     assert result.output_dir is None
     model.save_pretrained(tmp_path / "q", save_compressed=True)
     oneshot(folder, rtn("W4A16"), None, tmp_path / "direct")
-    assert_close(tensors_of(tmp_path / "q"), tensors_of(tmp_path / "direct"), rtol=0, atol=0)
+    assert_close(read(tmp_path / "q"), read(tmp_path / "direct"), rtol=0, atol=0)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "q", dtype=torch.bfloat16)
     assert_close(logits(loaded), logits(model), rtol=0, atol=0)
 
@@ -333,7 +324,7 @@ def test_propagated_error_reaches_the_layers_behind(folder: Path, tmp_path: Path
     recipe = [IMatrixGatherer(), modifier]
     oneshot(folder, recipe, token_batches(), tmp_path / "plain")
     oneshot(folder, recipe, token_batches(), tmp_path / "propagated", propagate_error=True)
-    plain, propagated = (tensors_of(tmp_path / n) for n in ("plain", "propagated"))
+    plain, propagated = (read(tmp_path / n) for n in ("plain", "propagated"))
     same = {n for n in plain if torch.equal(plain[n], propagated[n])}
     differing = set(plain) - same
     assert all("layers.0" not in name for name in differing)
@@ -347,12 +338,12 @@ def test_stacked_experts_keep_the_names_of_the_source(given: str, tmp_path: Path
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
     model = small_model("qwen3_moe", **sizes, moe_intermediate_size=128)
     model.save_pretrained(tmp_path / "source")
-    source = tensors_of(tmp_path / "source")
+    source = read(tmp_path / "source")
     assert "model.layers.0.mlp.experts.0.gate_proj.weight" in source
     modifier = QuantizationModifier(scheme="FP8_DYNAMIC", ignore=["lm_head", "re:.*mlp.gate$"])
     model = tmp_path / "source" if given == "folder" else model
     result = oneshot(model, modifier, None, tmp_path / "q")
-    written = tensors_of(tmp_path / "q")
+    written = read(tmp_path / "q")
     assert set(source) <= set(written)
     assert written["model.layers.0.self_attn.q_proj.weight"].dtype == FP8
     expert = "model.layers.0.mlp.experts.0.gate_proj"

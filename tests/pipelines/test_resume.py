@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from families import small_model, token_batches
+from interruption import Stop, stop_at_mark
 from safetensors.torch import save_file
 
 from steelyard import oneshot
@@ -237,21 +238,9 @@ def test_disk_that_lies(
 # -- what may not be taken up -------------------------------------------------------------------
 
 
-class Stop(BaseException):
-    """Ends a run like a kill would, but in this process."""
-
-
 def stop_half_way(source: Path, out: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> Path:
-    mark, calls = CheckpointWriter.mark, [0]
-
-    def stopping(self: CheckpointWriter, progress: dict[str, Any]) -> None:
-        mark(self, progress)
-        calls[0] += 1
-        if calls[0] == 3:
-            raise Stop
-
     with monkeypatch.context() as patch:
-        patch.setattr(CheckpointWriter, "mark", stopping)
+        stop_at_mark(patch, 3)
         with pytest.raises(Stop):
             run(source, out, kind)
     return out.with_name(f".{out.name}.steelyard")

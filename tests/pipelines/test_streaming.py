@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, small_model, token_batches
-from safetensors.torch import load_file, save_file
+from families import FAMILIES, read, small_model, token_batches
+from safetensors.torch import save_file
 from torch.nn import Embedding, Linear
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
@@ -59,13 +59,6 @@ def save(folder: Path, tensors: Tensors, per_file: int = 1000, **config: Any) ->
     content = {"model_type": "nobody-knows", "hidden_size": HIDDEN, "dtype": "bfloat16", **config}
     (folder / "config.json").write_text(json.dumps(content))
     return folder
-
-
-def read(folder: Path) -> Tensors:
-    found: Tensors = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        found.update(load_file(file))
-    return found
 
 
 def attention(seed: int = 0) -> Tensors:
