@@ -131,7 +131,7 @@ class Calibration:
         self._handles.clear()
         for name, module in self.modules.items():
             remove_observers(module)
-            for gathered in ("_imatrix_sum", "_imatrix_count"):
+            for gathered in ("_imatrix_sum", "_imatrix_count", "_imatrix_bins"):
                 module.__dict__.pop(gathered, None)
             if self._finished:
                 freeze_module_quantization(module)

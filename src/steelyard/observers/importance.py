@@ -2,7 +2,8 @@
 
 A forward-pre hook sums the squares of a Linear's input. The raw sum and token count lie on the
 observer and on the module, so that a gathering pass (attach, run, detach) can leave them there
-for the observer of a second pass to pick up.
+for the observer of a second pass to pick up. The sum is kept in bins as well (see
+`kernels.exact_sum`), so that neither the order of batches nor the number of ranks changes it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import distributed as dist
 
 from steelyard.errors import ImportanceError, ImportanceWarning
+from steelyard.kernels.exact_sum import add_exactly, carried, empty_bins, total
 from steelyard.kernels.squares import sum_of_squares
 from steelyard.observers.base import Observer
 from steelyard.observers.helpers import flatten_for_calibration
@@ -22,6 +24,8 @@ from steelyard.observers.padding import real_tokens
 __all__ = ["ImportanceObserver"]
 
 IMATRIX_PRECISION = torch.float32
+_RAW = ("_imatrix_sum", "_imatrix_count", "_imatrix_bins")  # on the observer and on the module
+_CARRY_AFTER = 1024  # batches, which the bins can take at once
 
 
 class ImportanceObserver(Observer):
@@ -33,6 +37,7 @@ class ImportanceObserver(Observer):
     _act_sync_dict: ClassVar = {
         "_imatrix_sum": dist.ReduceOp.SUM,
         "_imatrix_count": dist.ReduceOp.SUM,
+        "_imatrix_bins": dist.ReduceOp.SUM,
     }
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -40,6 +45,8 @@ class ImportanceObserver(Observer):
         self.strict: bool = self.options.strict
         self._imatrix_sum: torch.Tensor | None = None
         self._imatrix_count: torch.Tensor = torch.tensor(0, dtype=torch.int64)
+        self._imatrix_bins: torch.Tensor | None = None
+        self._uncarried = 0  # batches in the bins
         self.fallback_reason: str | None = None
 
     # -- gathering --------------------------------------------------------------------------
@@ -54,6 +61,7 @@ class ImportanceObserver(Observer):
             _remove_hook(module)
             self._imatrix_sum = state.pop("_imatrix_sum")
             self._imatrix_count = state.pop("_imatrix_count")
+            self._imatrix_bins = state.pop("_imatrix_bins", None)
             return
         in_features = getattr(module, "in_features", None)
         if in_features is None:
@@ -67,6 +75,7 @@ class ImportanceObserver(Observer):
     def detach(self, module: torch.nn.Module) -> None:
         """Stop gathering; sum and count stay on the module for the next observer."""
         if _remove_hook(module):
+            self._settle()
             self._share_with(module)
 
     @torch.no_grad()
@@ -83,17 +92,42 @@ class ImportanceObserver(Observer):
         if self._imatrix_sum.device != x.device:
             self._imatrix_sum = self._imatrix_sum.to(x.device)
             self._imatrix_count = self._imatrix_count.to(x.device)
-        self._imatrix_sum += sum_of_squares(x)
+        self._add(sum_of_squares(x))
         self._imatrix_count += x.numel() // x.shape[-1]
         self._share_with(module)  # a reset, a file or another device may have replaced them
 
+    def _add(self, squares: torch.Tensor) -> None:
+        """Add the squares of one batch to the bins, and let the sum follow."""
+        assert self._imatrix_sum is not None
+        bins = self._bins().to(squares.device)
+        add_exactly(bins, squares)
+        self._uncarried += 1
+        if self._uncarried % _CARRY_AFTER == 0:
+            bins.copy_(carried(bins))
+        self._imatrix_bins = bins
+        self._imatrix_sum += squares
+
+    def _bins(self) -> torch.Tensor:
+        """Return the bins; those of a sum that came without hold it as one number."""
+        assert self._imatrix_sum is not None
+        if self._imatrix_bins is None:
+            with torch.inference_mode(False):
+                self._imatrix_bins = empty_bins(len(self._imatrix_sum), self._imatrix_sum.device)
+            add_exactly(self._imatrix_bins, self._imatrix_sum)
+        return self._imatrix_bins
+
+    def _settle(self) -> None:
+        """Let the sum be what the bins say exactly, in place: a module may share the tensor."""
+        if self._uncarried and self._imatrix_sum is not None and self._imatrix_bins is not None:
+            self._imatrix_bins.copy_(carried(self._imatrix_bins))
+            self._imatrix_sum.copy_(total(self._imatrix_bins))
+        self._uncarried = 0
+
     def _share_with(self, module: torch.nn.Module) -> None:
-        if self._imatrix_sum is None:
-            module.__dict__.pop("_imatrix_sum", None)
-            module.__dict__.pop("_imatrix_count", None)
-            return
-        module.__dict__["_imatrix_sum"] = self._imatrix_sum
-        module.__dict__["_imatrix_count"] = self._imatrix_count
+        for name in _RAW:
+            module.__dict__.pop(name, None)
+            if self._imatrix_sum is not None:
+                module.__dict__[name] = getattr(self, name)
 
     def gathers(self, module: torch.nn.Module) -> bool:
         """Whether it is attached to a module and sees its inputs."""
@@ -104,6 +138,7 @@ class ImportanceObserver(Observer):
         """The sum of x^2 per column and the number of tokens, if any were seen."""
         if self._imatrix_sum is None or int(self._imatrix_count) == 0:
             return None
+        self._settle()
         return self._imatrix_sum.clone(), int(self._imatrix_count)
 
     def add_importance(self, squares: torch.Tensor, tokens: int) -> None:
@@ -118,7 +153,8 @@ class ImportanceObserver(Observer):
                 f"{self.label}: importance of {len(squares)} input channels was given, the module "
                 f"has {len(self._imatrix_sum)}"
             )
-        self._imatrix_sum = self._imatrix_sum + squares.to(self._imatrix_sum)
+        self._imatrix_sum = self._imatrix_sum.clone()
+        self._add(squares.to(self._imatrix_sum))
         self._imatrix_count = self._imatrix_count + tokens
 
     # -- weighing ---------------------------------------------------------------------------
@@ -128,6 +164,7 @@ class ImportanceObserver(Observer):
 
         observed: (1, *qparam_shape, group_size), or blocks (1, rows, columns, h, w)
         """
+        self._settle()
         problem = self._problem(observed)
         self.fallback_reason = problem
         if problem is not None:
@@ -189,6 +226,9 @@ class ImportanceObserver(Observer):
     # -- statistics -------------------------------------------------------------------------
 
     def get_statistics(self) -> dict[str, torch.Tensor]:
+        self._settle()
+        if self._imatrix_sum is not None:
+            self._bins()
         statistics = super().get_statistics()
         if self._imatrix_sum is None:
             del statistics["_imatrix_count"]
@@ -197,6 +237,7 @@ class ImportanceObserver(Observer):
     def merge(self, other: Observer) -> ImportanceObserver:
         """Add the other's importance; a range found without it is dropped, so observe again."""
         super().merge(other)
+        self._uncarried = 1
         self._drop_range()
         return self
 
@@ -204,6 +245,7 @@ class ImportanceObserver(Observer):
         """Add the importance of all ranks; a range found without it is dropped."""
         works = super().sync_activation_stats()
         if works:
+            self._uncarried = 1  # settled when it is used, which is after the works have ended
             self._drop_range()
         return works
 
@@ -215,6 +257,8 @@ class ImportanceObserver(Observer):
         super().reset()
         self._imatrix_sum = None
         self._imatrix_count = torch.tensor(0, dtype=torch.int64)
+        self._imatrix_bins = None
+        self._uncarried = 0
         self.fallback_reason = None
 
 
