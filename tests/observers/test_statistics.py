@@ -132,7 +132,8 @@ def test_undeclared_options_are_compared_too() -> None:
 def test_different_shapes_are_not_merged(cls: type[Observer]) -> None:
     args = QuantizationArgs(num_bits=8, strategy="group", group_size=4)
     first, second = cls("input", args)(torch.randn(2, 8)), cls("input", args)(torch.randn(2, 12))
-    with pytest.raises(StatisticsError, match=r"min_vals has shape \(2,\) .* \(3,\) on the other"):
+    message = r"min_vals\w* has shape \(2,\) .* \(3,\) on the other"
+    with pytest.raises(StatisticsError, match=message):
         first.merge(second)
     assert first.num_updates == 1
 

@@ -309,6 +309,14 @@ class Observer(InternalModule):  # type: ignore[misc]  # compressed-tensors is u
             if name in self._act_sync_dict
         }
 
+    def joined(self, values: dict[str, torch.Tensor]) -> None:
+        """Take over statistics that came together in order; see `statistics.IN_ORDER`.
+
+        values: (num_observations, ...) each, of all parties
+        """
+        for name, value in values.items():
+            setattr(self, name, value)
+
     def sync_activation_stats(self) -> list[dist.Work]:
         """Reduce the statistics over all ranks; wait for the handles before using them."""
         return statistics.sync(self)

@@ -1,10 +1,9 @@
 """A moving average that can be cut anywhere and put together again.
 
 With c the averaging constant, observation k moves the average m to (1 - c) * m + c * r_k, and the
-first one sets it. A run of n observations is therefore an affine map of the average before it:
-m -> (1 - c)^n * m + b. Knowing the run's own average m_n and its first observation r_0, b is
-m_n - (1 - c)^n * r_0. So runs that were observed apart, by other ranks or on other days, join
-into what one observer of all of them in that order would hold.
+first one sets it. What was averaged is kept, a few numbers for each observation. So runs that were
+observed apart, by other ranks or on other days, are averaged once more when they join, in the order
+of observation, and end with the bits that one observer of all of them would hold.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ from typing import ClassVar
 
 import torch
 from pydantic import Field
-from torch import distributed as dist
 
 from steelyard.observers.base import Observer
 from steelyard.observers.options import ObserverOptions
+from steelyard.observers.statistics import IN_ORDER
 
 __all__ = ["MovingAverageObserver", "MovingAverageOptions"]
 
@@ -30,20 +29,19 @@ class MovingAverageOptions(ObserverOptions):
 
 
 class MovingAverageObserver(Observer):
-    """Base of observers whose range is a moving average; the first observation sets it."""
+    """Base of observers whose range is a moving average; the first observation sets it.
+
+    min_vals_history and so on: (num_observations, *qparam_shape), what was averaged
+    """
 
     Options = MovingAverageOptions
 
-    _statistics: ClassVar[tuple[str, ...]] = (
-        "min_vals",
-        "max_vals",
-        "first_min_vals",
-        "first_max_vals",
-    )
-    _act_sync_dict: ClassVar = dict.fromkeys(_statistics, dist.ReduceOp.SUM)
+    _averaged: ClassVar[tuple[str, ...]] = ("min_vals", "max_vals")
+    _act_sync_dict: ClassVar = {f"{name}_history": IN_ORDER for name in _averaged}
 
-    first_min_vals: torch.Tensor
-    first_max_vals: torch.Tensor
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)
+        self._seen: dict[str, list[torch.Tensor]] = {name: [] for name in self._averaged}
 
     @property
     def avg_constant(self) -> float:
@@ -51,28 +49,28 @@ class MovingAverageObserver(Observer):
 
     def average(self, **latest: torch.Tensor) -> None:
         """Move each named statistic towards its latest value."""
-        started = self.has_statistics
         for name, value in latest.items():
-            if started:
-                setattr(self, name, _lerp(getattr(self, name), value, self.avg_constant))
-            else:
-                setattr(self, name, value)
-                setattr(self, f"first_{name}", value.clone())
+            before = self._seen[name]
+            moved = _lerp(getattr(self, name), value, self.avg_constant) if before else value
+            setattr(self, name, moved)
+            before.append(value.clone())
 
-    def contribution(self, counts: list[int], position: int) -> dict[str, torch.Tensor]:
-        """Return terms whose sum over all parties is the average over all, in order."""
-        statistics = self.get_statistics()
-        keep = 1 - self.avg_constant
-        later = keep ** sum(counts[position + 1 :])
-        leads = sum(counts[:position]) == 0
-        terms = {}
-        for name, value in statistics.items():
-            if name.startswith("first_"):
-                terms[name] = value if leads else torch.zeros_like(value)
-                continue
-            start = 0 if leads else keep ** counts[position] * statistics[f"first_{name}"]
-            terms[name] = later * (value - start)
-        return terms
+    # -- statistics -------------------------------------------------------------------------
+
+    def get_statistics(self) -> dict[str, torch.Tensor]:
+        kept = {f"{name}_history": torch.stack(v) for name, v in self._seen.items() if v}
+        return {**super().get_statistics(), **kept}
+
+    def joined(self, values: dict[str, torch.Tensor]) -> None:
+        """Average all that was observed, here and elsewhere, from the start."""
+        for name in self._averaged:
+            self._seen[name] = []
+            for value in values.get(f"{name}_history", ()):
+                self.average(**{name: value})
+
+    def reset(self) -> None:
+        super().reset()
+        self._seen = {name: [] for name in self._averaged}
 
 
 def _lerp(start: torch.Tensor, end: torch.Tensor, weight: float) -> torch.Tensor:

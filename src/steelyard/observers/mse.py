@@ -7,7 +7,6 @@ from typing import ClassVar
 
 import torch
 from pydantic import Field, model_validator
-from torch import distributed as dist
 
 from steelyard.kernels.qparams import scale_dtype_of
 from steelyard.kernels.search import search_range, shrink_factors
@@ -15,6 +14,7 @@ from steelyard.observers.base import Observer, reads_blocks
 from steelyard.observers.moving_average import MovingAverageObserver, MovingAverageOptions
 from steelyard.observers.options import ObserverOptions
 from steelyard.observers.search import KeepsWeight, SearchObserver
+from steelyard.observers.statistics import IN_ORDER
 
 __all__ = [
     "GridSearchObserver",
@@ -118,15 +118,9 @@ class MovingAverageMSEObserver(GridSearchObserver, MovingAverageObserver):
     class Options(SearchOptions, MovingAverageOptions):
         """The search's options and the average's."""
 
-    _statistics: ClassVar[tuple[str, ...]] = (
-        *SearchObserver._statistics,
-        "first_min_vals",
-        "first_max_vals",
-        "first_absmax",
-    )
-    _act_sync_dict: ClassVar = dict.fromkeys(_statistics, dist.ReduceOp.SUM)
-
-    first_absmax: torch.Tensor
+    _statistics: ClassVar[tuple[str, ...]] = SearchObserver._statistics
+    _averaged: ClassVar[tuple[str, ...]] = _statistics
+    _act_sync_dict: ClassVar = {f"{name}_history": IN_ORDER for name in _averaged}
 
     @reads_blocks
     def update_statistics_from_observed(self, observed: torch.Tensor) -> None:

@@ -1,8 +1,8 @@
 """Statistics travel: between observers, between ranks, and through a file.
 
-All three are one operation. Each party *contributes* its statistics, weighed by where it stands
-in the order of observation, and the contributions are reduced with the operation declared beside
-the statistic (`Observer._act_sync_dict`).
+All three are one operation. Each party *contributes* its statistics, and the contributions are
+reduced with the operation declared beside the statistic (`Observer._act_sync_dict`): one of
+torch.distributed's, or `IN_ORDER`, which puts one party's values after the other's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ from steelyard.observers.fusion import disagreement
 if TYPE_CHECKING:
     from steelyard.observers.base import Observer
 
-__all__ = ["load", "merge", "save", "sync"]
+__all__ = ["IN_ORDER", "load", "merge", "save", "sync"]
+
+IN_ORDER = "in order"
+"""(num_observations, ...) of all parties one after the other; the observer makes of them what it
+holds (`Observer.joined`)."""
 
 _REDUCE: dict[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     dist.ReduceOp.MIN: torch.minimum,
@@ -30,6 +34,7 @@ _REDUCE: dict[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     dist.ReduceOp.SUM: torch.add,
     # contributions to an average come weighed already
     dist.ReduceOp.AVG: torch.add,
+    IN_ORDER: lambda mine, theirs: torch.cat([mine, theirs]),
 }
 
 
@@ -43,13 +48,23 @@ def merge(first: Observer, second: Observer) -> None:
     _check_alike(first, second)
     counts = [first.num_updates, second.num_updates]
     mine, theirs = first.contribution(counts, 0), second.contribution(counts, 1)
+    in_order = {}
     for name, op in first._act_sync_dict.items():
+        total = theirs.get(name, mine.get(name))
         if name in mine and name in theirs:
-            _check_shape(first, name, mine[name].shape, theirs[name].shape)
+            skip = 1 if op == IN_ORDER else 0
+            _check_shape(first, name, mine[name].shape[skip:], theirs[name].shape[skip:])
             total = _REDUCE[op](mine[name], theirs[name].to(mine[name].device))
+        if total is None:
+            continue
+        if op == IN_ORDER:
+            in_order[name] = total
+        elif name in mine:
             _replace(first, name, total)
-        elif name in theirs:
-            setattr(first, name, theirs[name].clone())
+        else:
+            setattr(first, name, total.clone())
+    if in_order:
+        first.joined(in_order)
     first.num_updates = sum(counts)
     first.num_observed_tokens += second.num_observed_tokens
     first.observed_dtype = first.observed_dtype or second.observed_dtype
@@ -74,7 +89,16 @@ def sync(observer: Observer) -> list[dist.Work]:
     counts = [header["updates"] for header in headers]
     own = observer.contribution(counts, dist.get_rank())
     works = []
+    in_order: dict[str, torch.Tensor] = {}
     for name, op in observer._act_sync_dict.items():
+        if op == IN_ORDER:
+            values = [h["in_order"][name] for h in headers if name in h["in_order"]]
+            for value in values[1:]:
+                _check_shape(observer, name, values[0].shape[1:], value.shape[1:])
+            if values:
+                device = own[name].device if name in own else values[0].device
+                in_order[name] = torch.cat(values).to(device)
+            continue
         described = [header["tensors"][name] for header in headers if name in header["tensors"]]
         if not described:
             continue
@@ -89,6 +113,8 @@ def sync(observer: Observer) -> list[dist.Work]:
             setattr(observer, name, value)
         reduced_by = dist.ReduceOp.SUM if op == dist.ReduceOp.AVG else op  # gloo has no AVG
         works.append(dist.all_reduce(value, op=reduced_by, async_op=True))
+    if in_order:
+        observer.joined(in_order)
     observer.num_updates = sum(counts)
     observer.num_observed_tokens = sum(header["tokens"] for header in headers)
     dtypes = [header["dtype"] for header in headers if header["dtype"] is not None]
@@ -137,8 +163,12 @@ def load(observer: Observer, path: str | Path) -> None:
     if differing:
         raise StatisticsError(f"{path} does not fit {observer.label}: {differing}")
     observer.reset()
+    in_order = {n: v for n, v in tensors.items() if observer._act_sync_dict.get(n) == IN_ORDER}
     for name, value in tensors.items():
-        setattr(observer, name, value)
+        if name not in in_order:
+            setattr(observer, name, value)
+    if in_order:
+        observer.joined(in_order)
     observer.num_updates = int(found["updates"])
     observer.num_observed_tokens = int(found["tokens"])
     observer.observed_dtype = getattr(torch, found["dtype"]) if found["dtype"] else None
@@ -197,13 +227,14 @@ def _replace(observer: Observer, name: str, value: torch.Tensor) -> torch.Tensor
 
 
 def _header(observer: Observer) -> dict[str, Any]:
-    names = observer._act_sync_dict
+    ops = observer._act_sync_dict
+    statistics = {k: v for k, v in observer.get_statistics().items() if k in ops}
+    in_order = {k: v.detach().cpu() for k, v in statistics.items() if ops[k] == IN_ORDER}
     return {
         **_identity(observer),
         "dtype": observer.observed_dtype,
-        "tensors": {
-            k: (tuple(v.shape), v.dtype) for k, v in observer.get_statistics().items() if k in names
-        },
+        "in_order": in_order,
+        "tensors": {k: (tuple(v.shape), v.dtype) for k, v in statistics.items()},
     }
 
 
