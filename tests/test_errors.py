@@ -19,6 +19,7 @@ BUILT_IN = {
     "OptionError": ValueError,
     "PipelineError": RuntimeError,
     "PlanError": ValueError,
+    "RanksError": RuntimeError,
     "RecipeError": ValueError,
     "StatisticsError": ValueError,
     "StrategyError": ValueError,

@@ -22,6 +22,7 @@ __all__ = [
     "OptionError",
     "PipelineError",
     "PlanError",
+    "RanksError",
     "RecipeError",
     "StatisticsError",
     "SteelyardError",
@@ -73,6 +74,10 @@ class RecipeError(SteelyardError, ValueError):
 
 class PlanError(SteelyardError, ValueError):
     """A recipe that does not fit the model; nothing was done."""
+
+
+class RanksError(SteelyardError, RuntimeError):
+    """Another rank of the run failed, died or hangs; says which and why."""
 
 
 class DataError(SteelyardError, ValueError):

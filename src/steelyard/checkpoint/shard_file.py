@@ -24,10 +24,10 @@ import torch
 from steelyard.checkpoint.shards import DTYPE_NAMES
 from steelyard.errors import CheckpointError
 
-__all__ = ["ShardFile", "is_whole"]
+__all__ = ["HEADER_ROOM", "ShardFile", "entry_bytes", "is_whole"]
 
-_ROOM = 1 << 18  # for the header; enough for some 1,500 tensors
-_DATA = 8 + _ROOM
+HEADER_ROOM = 1 << 18  # for the header; enough for some 1,500 tensors
+_DATA = 8 + HEADER_ROOM
 _ALIGNED = 8
 _PIECE = 1 << 24
 
@@ -62,7 +62,7 @@ class ShardFile:
         """Write a tensor whose bytes come in pieces, of which none is held."""
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         self.names.append(name)
-        self._header += _entry_bytes(name, len(shape))
+        self._header += entry_bytes(name, len(shape))
         self.nbytes += nbytes
         if nbytes % _ALIGNED:
             self._waiting[name] = (DTYPE_NAMES[dtype], list(shape), b"".join(pieces))
@@ -91,7 +91,7 @@ class ShardFile:
 
     def has_room(self, name: str, dimensions: int) -> bool:
         """Whether the header can name one more tensor; a file can always hold one."""
-        return not self.names or self._header + _entry_bytes(name, dimensions) <= _ROOM
+        return not self.names or self._header + entry_bytes(name, dimensions) <= HEADER_ROOM
 
     # -- stopping and going on ----------------------------------------------------------------
 
@@ -139,7 +139,7 @@ class ShardFile:
         self._waiting.clear()
         content = {"__metadata__": {"format": "pt"}, **self._entries}
         header = json.dumps(content, separators=(",", ":")).encode()
-        header = _ROOM.to_bytes(8, "little") + header.ljust(_ROOM)
+        header = HEADER_ROOM.to_bytes(8, "little") + header.ljust(HEADER_ROOM)
         assert len(header) == _DATA, "has_room was not asked"
         self._put(header, 0)
         os.fsync(self._handle)
@@ -161,7 +161,7 @@ class ShardFile:
             self._handle = -1
 
 
-def _entry_bytes(name: str, dimensions: int) -> int:
+def entry_bytes(name: str, dimensions: int) -> int:
     """Return what a tensor takes in the header, at most."""
     return len(json.dumps(name)) + 22 * dimensions + 96
 

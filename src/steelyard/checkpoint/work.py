@@ -2,6 +2,7 @@
 
     .out.steelyard/lock           held while a run works here; a second run is refused
     .out.steelyard/journal.json   what is done, replaced in one step whenever more of it is
+    .out.steelyard/journal-1.json the same of rank 1, where several ranks write
     .out.steelyard/checkpoint/    the output so far
     .out.steelyard/old/           what the output held before, until the last rename
 
@@ -24,7 +25,7 @@ from steelyard.errors import CheckpointError
 
 __all__ = ["WorkFolder", "differences", "sync", "write_in_one_step"]
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 class WorkFolder:
@@ -107,30 +108,44 @@ class WorkFolder:
 
     def read(self) -> dict[str, Any] | None:
         """Return the journal of a run that did not end, if there is one."""
+        return self._read(self.journal) if self.journal.exists() else None
+
+    def read_all(self) -> list[dict[str, Any]]:
+        """Return the journals of all ranks of a run that did not end."""
+        return [self._read(path) for path in sorted(self.path.glob("journal*.json"))]
+
+    def _read(self, path: Path) -> dict[str, Any]:
         try:
-            content: Any = json.loads(self.journal.read_text("utf-8"))
-        except FileNotFoundError:
-            return None
+            content: Any = json.loads(path.read_text("utf-8"))
         except (OSError, ValueError) as error:
             raise CheckpointError(
-                f"{self.journal} cannot be read ({error}); start anew with resume=False"
+                f"{path} cannot be read ({error}); start anew with resume=False"
             ) from error
         if not isinstance(content, dict) or content.get("format") != _FORMAT:
             raise CheckpointError(
-                f"{self.journal} is of another version of Steelyard; start anew with resume=False"
+                f"{path} is of another version of Steelyard; start anew with resume=False"
             )
         return content
 
-    def record(self, content: dict[str, Any]) -> None:
-        """Replace the journal; what it speaks of must be on the disk already."""
+    def record(self, content: dict[str, Any], rank: int = 0) -> None:
+        """Replace the journal of a rank; what it speaks of must be on the disk already."""
+        path = self.path / f"journal-{rank}.json" if rank else self.journal
         try:
             sync(self.checkpoint)
-            write_in_one_step(self.journal, json.dumps({"format": _FORMAT, **content}))
+            write_in_one_step(path, json.dumps({"format": _FORMAT, **content}))
         except OSError as error:
             raise CheckpointError(
-                f"{self.journal} cannot be written: {error.strerror}; make room or choose another "
+                f"{path} cannot be written: {error.strerror}; make room or choose another "
                 "disk. The same command goes on from its last mark"
             ) from error
+
+    def has_ranks(self) -> bool:
+        """Whether a rank other than the first has recorded something."""
+        return any(self.path.glob("journal-*.json"))
+
+    def forget_ranks(self) -> None:
+        for path in self.path.glob("journal-*.json"):
+            path.unlink()
 
     def clear(self) -> None:
         """Forget an earlier run; what the output held before comes back if nothing replaced it."""

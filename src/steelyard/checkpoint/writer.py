@@ -8,7 +8,6 @@ fails before its first mark leaves nothing behind; after it, the same run can be
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable
@@ -27,10 +26,12 @@ from compressed_tensors.base import (
 from compressed_tensors.quantization import QuantizationConfig
 
 from steelyard.checkpoint.other_files import other_files
+from steelyard.checkpoint.place import check_apart, check_output
 from steelyard.checkpoint.shard_file import ShardFile, is_whole
 from steelyard.checkpoint.shards import INDEX, SINGLE, Shards
 from steelyard.checkpoint.work import WorkFolder, differences, sync
-from steelyard.errors import CalibrationError, CheckpointError, SteelyardError
+from steelyard.distributed import Ranks
+from steelyard.errors import CalibrationError, CheckpointError, RanksError, SteelyardError
 
 __all__ = ["CheckpointWriter", "quantization_config_dict"]
 
@@ -46,6 +47,8 @@ class CheckpointWriter:
     identity:        what the run is made of, by name, in JSON's types. With it `mark` records how
                      far the run came, and a later one with the same identity starts there
     resume:          False forgets an earlier run instead
+    ranks:           those that write this checkpoint together, each shards of its own; the first
+                     of them begins and ends it
 
     >>> with CheckpointWriter("out") as writer:
     ...     writer.add("model.norm.weight", torch.ones(8))
@@ -65,23 +68,28 @@ class CheckpointWriter:
         source: Shards | str | Path | None = None,
         identity: dict[str, Any] | None = None,
         resume: bool = True,
+        ranks: Ranks | None = None,
     ) -> None:
         self.output_dir = Path(output_dir).resolve()
         self.overwrite = overwrite
         self.max_shard_bytes = max_shard_bytes
         self.identity = identity
         self.resume = resume
-        self.progress: dict[str, Any] | None = None  # what the last mark of an earlier run said
+        self.ranks = ranks or Ranks()
+        self.progress: list[dict[str, Any]] = []  # what the last marks of an earlier run said
         self.finished = False  # an earlier run came to its end, but for a word
+        check_output(self.output_dir, overwrite=True)
         self.work = WorkFolder(self.output_dir)
-        if not self._ended_unnoticed():
-            self._check_output()
+        if self.ranks.is_first and not self._ended_unnoticed():
+            check_output(self.output_dir, self.overwrite)
         if source is not None:
             folder = source.folder if isinstance(source, Shards) else Path(source)
-            _check_apart(self.output_dir, folder.resolve())
+            check_apart(self.output_dir, folder.resolve())
         self._file: ShardFile | None = None  # the shard that is being written
-        self._total_bytes = 0
-        self._shards: list[dict[str, Any]] = []  # names and checksums of those that are complete
+        self._position = 0  # its number
+        self._planned = False  # the caller says which shard a tensor belongs to
+        self._shards: dict[int, dict[str, Any]] = {}  # names and checksums of the complete ones
+        self._left: dict[int, dict[str, Any]] = {}  # how an earlier run left those it was writing
         self._names: set[str] = set()
         self._marked = 0.0  # when
         self._keep = False  # what is on the disk is worth keeping, whatever happens
@@ -92,29 +100,6 @@ class CheckpointWriter:
         """Where the checkpoint grows."""
         return self.work.checkpoint
 
-    def _check_output(self) -> None:
-        out = self.output_dir
-        if out.exists() and not out.is_dir():
-            raise CheckpointError(f"{out} is a file; choose a folder for the output")
-        if out.is_dir():
-            if os.path.ismount(out):
-                raise CheckpointError(
-                    f"{out} is a mount point, and cannot be replaced in one step; choose a folder "
-                    f"inside it, such as {out / 'model'}"
-                )
-            if any(out.iterdir()) and not self.overwrite:
-                raise CheckpointError(
-                    f"{out} is not empty; choose another folder, or replace what it holds with "
-                    "overwrite=True"
-                )
-        parent = out.parent
-        while not parent.exists():
-            parent = parent.parent
-        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-            raise CheckpointError(
-                f"{parent} is not a folder that you may write to, so {out} cannot be made in it"
-            )
-
     def _ended_unnoticed(self) -> bool:
         """Whether an earlier run moved its checkpoint into place, and died before it said so."""
         if self.identity is None or not self.resume or not self.output_dir.is_dir():
@@ -124,19 +109,27 @@ class CheckpointWriter:
             return False
         count = len(journal["shards"])
         return journal["identity"] == self.identity and all(
-            is_whole(self.output_dir / _final(i, count), shard)
-            for i, shard in enumerate(journal["shards"])
+            is_whole(self.output_dir / _final(int(i), count), shard)
+            for i, shard in journal["shards"].items()
         )
 
     # -- lifecycle --------------------------------------------------------------------------
 
     def __enter__(self) -> CheckpointWriter:
-        self.work.open()
-        try:
-            self._begin()
-        except BaseException:
-            self.work.close(keep=True)
-            raise
+        begun = None
+        if self.ranks.is_first:
+            self.work.open()
+            try:
+                self._begin()
+            except BaseException:
+                self.work.close(keep=True)
+                raise
+            begun = (self.progress, self.finished, self._shards, self._left, self._keep)
+        begun = self.ranks.broadcast(begun)
+        assert begun is not None
+        self.progress, self.finished, self._shards, self._left, self._keep = begun
+        for shard in (*self._shards.values(), *self._left.values()):
+            self._names.update(shard["names"])
         self._open = True
         self._marked = time.monotonic()
         return self
@@ -148,13 +141,13 @@ class CheckpointWriter:
                 f"an unfinished run for {self.output_dir} is kept in {self.work.path}; finish it "
                 "with the command that began it, choose another output, or remove that folder"
             )
-        journal = self.work.read() if self.identity is not None and self.resume else None
-        if journal is None:
+        journals = self.work.read_all() if self.identity is not None and self.resume else []
+        if not journals:
             self.work.clear()
-            self._check_output()  # an earlier run may have put it aside
+            check_output(self.output_dir, self.overwrite)  # an earlier run may have put it aside
             self.partial.mkdir()
             return
-        changed = list(differences(journal["identity"], self.identity or {}))
+        changed = list(differences(journals[0]["identity"], self.identity or {}))
         if changed:
             listed = "\n".join(f"  - {line}" for line in changed)
             raise CheckpointError(
@@ -162,32 +155,37 @@ class CheckpointWriter:
                 "\nGive what it was begun with to continue it, or start anew with resume=False."
             )
         self._keep = True
-        self.progress = journal["progress"]
+        self.progress = [each for journal in journals for each in journal["progress"]]
         self.finished = self._ended_unnoticed()
-        if not self.finished:
-            self._restore(journal)
+        if self.finished:
+            return
+        self._restore(journals)
+        if len(journals) > 1:  # of several ranks: from now on one speaks for them
+            self._record(self.progress, complete=False)
+            self.work.forget_ranks()
 
-    def _restore(self, journal: dict[str, Any]) -> None:
+    def _restore(self, journals: list[dict[str, Any]]) -> None:
         if not self.partial.is_dir():
             raise CheckpointError(f"{self.partial} is gone; start anew with resume=False")
-        for position, shard in enumerate(journal["shards"]):
-            if not is_whole(self._shard(position, len(journal["shards"])), shard):
+        for journal in journals:
+            self._shards.update({int(i): shard for i, shard in journal["shards"].items()})
+            for i, state in journal["open"].items():
+                known = self._left.get(int(i))
+                if known is None or known["written"] <= state["written"]:
+                    self._left[int(i)] = state
+        for position, shard in self._shards.items():
+            self._left.pop(position, None)
+            if not is_whole(self._shard(position, len(self._shards)), shard):
                 raise CheckpointError(
                     f"{self._shard(position)} is not as it was left; start anew with resume=False"
                 )
-        self._shards = journal["shards"]
-        if journal["open"] is not None:
-            self._file = ShardFile(self._shard(len(self._shards)), journal["open"])
-        self._total_bytes = journal["total_bytes"]
-        self._names.update(*(shard["names"] for shard in self._shards))
-        self._names.update(self._file.names if self._file else ())
         self._remove_others()
 
     def _remove_others(self) -> None:
         """Remove what the journal does not vouch for: files that were being written, or are old."""
         count = len(self._shards)
-        kept = {self._shard(position, count) for position in range(count)}
-        kept |= {self._file.path} if self._file else set()
+        kept = {self._shard(position, count) for position in self._shards}
+        kept |= {self._shard(position) for position in self._left}
         for path in self.partial.iterdir():
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
@@ -198,11 +196,15 @@ class CheckpointWriter:
         self._open = False
         if self._file is not None:
             self._file.abandon()
-        lasting = (CheckpointError, CalibrationError)  # of which the cause can be removed
+        if not self.ranks.is_first:
+            return
+        # of which the cause can be removed
+        lasting = (CheckpointError, CalibrationError, RanksError)
         worth = kind is not None and not (
             issubclass(kind, SteelyardError) and not issubclass(kind, lasting)
         )
-        self.work.close(keep=self._keep and worth)
+        keep = self._keep or self.work.has_ranks()
+        self.work.close(keep=keep and worth)
         if kind is None and not self.finished:
             raise RuntimeError("the checkpoint was not finished: call finish(config) at the end")
 
@@ -224,21 +226,23 @@ class CheckpointWriter:
     def mark(self, progress: dict[str, Any]) -> None:
         """Record that all that was added so far is done, and what else the run must remember."""
         self._require_open()
-        self._record(progress, complete=False)
+        self._record([progress], complete=False)
 
-    def _record(self, progress: dict[str, Any] | None, complete: bool) -> None:
+    def _record(self, progress: list[dict[str, Any]], complete: bool) -> None:
         if self.identity is None:
             return
-        open_state = self._file.state() if self._file is not None else None
+        left = dict(self._left)
+        if self._file is not None:
+            left[self._position] = self._file.state()
         self.work.record(
             {
                 "identity": self.identity,
                 "complete": complete,
                 "shards": self._shards,
-                "open": open_state,
-                "total_bytes": self._total_bytes,
+                "open": left,
                 "progress": progress,
-            }
+            },
+            self.ranks.rank,
         )
         self.progress = progress
         self._keep = True
@@ -260,26 +264,62 @@ class CheckpointWriter:
         file = self._file_for(name, info.nbytes, len(info.shape))
         file.add_pieces(name, info.dtype, info.shape, source.pieces(name))
 
+    def at(self, position: int) -> None:
+        """Let the tensors that follow be those of one shard, which holds them all.
+
+        Shards that were not begun in order, by several ranks or by an earlier run, come out as if
+        they were.
+        """
+        self._planned = True
+        if position != self._position:
+            self._close_shard()
+            self._position = position
+
+    def is_complete(self, position: int) -> bool:
+        """Whether a shard was ended, by this run or the one that it continues."""
+        return position in self._shards
+
     def _file_for(self, name: str, nbytes: int, dimensions: int) -> ShardFile:
         self._require_open()
         if name in self._names:
             raise CheckpointError(f"{name} was added to {self.output_dir} twice")
         self._names.add(name)
-        if self._file is not None and (
-            self._file.nbytes + nbytes > self.max_shard_bytes
-            or not self._file.has_room(name, dimensions)
-        ):
-            self._close_shard()
+        if not self._planned:
+            self._position = len(self._shards)
+            file = self._current()
+            if file.names and (
+                file.nbytes + nbytes > self.max_shard_bytes or not file.has_room(name, dimensions)
+            ):
+                self._close_shard()
+                self._position += 1
+        return self._current()
+
+    def _current(self) -> ShardFile:
         if self._file is None:
-            self._file = ShardFile(self._shard(len(self._shards)))
-        self._total_bytes += nbytes
+            left = self._left.pop(self._position, None)
+            self._file = ShardFile(self._shard(self._position), left)
         return self._file
 
     def _close_shard(self) -> None:
-        assert self._file is not None
-        names = self._file.names
-        self._shards.append({"names": names, **self._file.close()})
+        if self._file is None and self._position in self._left:  # all that it lacks is an end
+            self._current()
+        if self._file is None:
+            return
+        about = {"names": self._file.names, "nbytes": self._file.nbytes}
+        self._shards[self._position] = {**about, **self._file.close()}
         self._file = None
+
+    def join(self) -> None:
+        """Wait for all ranks to have written their shards, and learn of them; each must call."""
+        self._require_open()
+        self._close_shard()
+        for shards in self.ranks.gather(self._shards):
+            self._shards.update(shards)
+        for shard in self._shards.values():
+            self._names.update(shard["names"])
+        self._left.clear()
+        self._planned = False
+        self._position = len(self._shards)
 
     def _shard(self, position: int, count: int = 0) -> Path:
         """Where a shard lies: until their number is known, under a name of its own."""
@@ -339,8 +379,7 @@ class CheckpointWriter:
         place, the error says where it is.
         """
         self._require_open()
-        if self._file is not None:
-            self._close_shard()
+        self._close_shard()
         if not self._shards:
             raise CheckpointError(f"no tensor was added to {self.output_dir}")
         self._record(self.progress, complete=False)
@@ -353,7 +392,9 @@ class CheckpointWriter:
             check(self.partial)
         self._record(self.progress, complete=True)
         try:
-            self._check_output()  # hours may have passed since the first time
+            check_output(
+                self.output_dir, self.overwrite
+            )  # hours may have passed since the first time
             self.work.move_into_place()
         except (OSError, CheckpointError) as error:
             raise CheckpointError(
@@ -366,13 +407,14 @@ class CheckpointWriter:
     def _name_shards(self) -> None:
         count = len(self._shards)
         weight_map: dict[str, str] = {}
-        for position, shard in enumerate(self._shards):
+        for position, shard in sorted(self._shards.items()):
             file = _final(position, count)
             if (path := self._shard(position, count)).name != file:
                 path.rename(self.partial / file)
             weight_map.update(dict.fromkeys(shard["names"], file))
         if count > 1:
-            index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
+            total = sum(shard["nbytes"] for shard in self._shards.values())
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             (self.partial / INDEX).write_text(_to_json(index), "utf-8")
 
 
@@ -391,21 +433,6 @@ def quantization_config_dict(config: QuantizationConfig) -> dict[str, Any]:
     }
     plain: dict[str, Any] = json.loads(json.dumps(content))
     return plain
-
-
-def _check_apart(out: Path, source: Path) -> None:
-    if out == source:
-        raise CheckpointError(f"{out} is the source itself; choose another folder for the output")
-    if out in source.parents:
-        raise CheckpointError(f"{out} contains the source {source}; choose another output folder")
-    if source in out.parents:
-        raise CheckpointError(f"{out} lies inside the source {source}; choose another output")
-    for file in source.glob("*.safetensors"):  # which may be links
-        if out in file.resolve().parents:
-            raise CheckpointError(
-                f"{file} leads into {out}, which would be replaced; choose another folder for the "
-                "output"
-            )
 
 
 def _to_json(content: dict[str, Any]) -> str:

@@ -24,6 +24,7 @@ from compressed_tensors.quantization import (
 )
 from torch.nn import Module
 
+from steelyard.distributed import Ranks
 from steelyard.errors import DataError, PlanError, nearest
 from steelyard.modifiers import GPTQModifier
 from steelyard.pipelines.data import load_samples
@@ -126,7 +127,9 @@ def oneshot(
     if dry_run:
         return result
     plan.require()
-    run = Run(source, result, uncalibrated, propagate_error, show_progress)
+    ranks = Ranks.current()
+    show_progress = show_progress if ranks.is_first else False
+    run = Run(source, result, uncalibrated, propagate_error, show_progress, ranks)
     run.importance.load(source, plan, result.notes)
     needs_data = loaded.needs_data
     if pipeline == "datafree" and needs_data:
@@ -164,9 +167,9 @@ def oneshot(
         identity = identity_of(source.shards, loaded.text, options, tokens)
     given = restored_on_error(model) if result.model is not None else contextlib.nullcontext()
     destination = Output.open(
-        source, output_dir, overwrite, tokenizer or processor, identity, resume
+        source, output_dir, overwrite, tokenizer or processor, identity, resume, ranks
     )
-    with given, destination as run.output:
+    with ranks.together(), given, destination as run.output:
         run.take_up()
         if streams:
             run.stream()
@@ -181,8 +184,12 @@ def oneshot(
                 run.layer_by_layer(samples)
         run.end()
         final = run.final_config(config)
-        result.output_dir = run.output.finish(final, loaded.text, result.modules, plan, run.state())
-    run.importance.save()
+        folder = None
+        if ranks.is_first:
+            folder = run.output.finish(final, loaded.text, result.modules, plan, run.state())
+        result.output_dir = ranks.broadcast(folder)
+    if ranks.is_first:
+        run.importance.save()
     if result.model is not None:
         save_as_quantized(source, final, loaded.text, result.modules, plan, tokenizer or processor)
     result.seconds = time.perf_counter() - started

@@ -21,7 +21,7 @@ from steelyard.errors import PlanError
 from steelyard.modifiers import Modifier
 from steelyard.pipelines.plan_checks import attention_group, errors_of, warnings_of
 
-__all__ = ["Left", "Plan", "Planned", "make_plan"]
+__all__ = ["Left", "Plan", "Planned", "make_plan", "search_time"]
 
 # For the estimate: seconds per weight and thread by observer, products per second and thread,
 # bytes per second of a disk.
@@ -83,7 +83,7 @@ class Plan:
     def seconds(self) -> float:
         """About how long the run takes: searches, the passes of the tokens, and the files."""
         threads = torch.get_num_threads()
-        search = sum(_search_time(p) for p in self.quantized)
+        search = sum(search_time(p) for p in self.quantized)
         products = sum(p.shape[0] * p.shape[1] for p in self.quantized) * self.tokens
         return (search + 2 * self.passes * products / _FLOPS) / threads + self.source_bytes / _DISK
 
@@ -203,7 +203,8 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def _search_time(planned: Planned) -> float:
+def search_time(planned: Planned) -> float:
+    """Return about how many seconds of one thread it takes to find a module's scales."""
     weights = planned.scheme.weights
     each = _SEARCH.get(weights.observer or "", 2e-9) if weights is not None else 0.0
     return planned.shape[0] * planned.shape[1] * each

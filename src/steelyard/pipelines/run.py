@@ -18,6 +18,7 @@ from torch.nn import Module
 
 from steelyard.calibration import Calibration
 from steelyard.calibration.lifecycle import observed_tokens
+from steelyard.distributed import Ranks
 from steelyard.errors import CalibrationError, PipelineError
 from steelyard.modifiers import GPTQModifier
 from steelyard.pipelines.data import Samples
@@ -51,6 +52,7 @@ class Run:
         uncalibrated: str,
         propagate: bool,
         show: bool | None,
+        ranks: Ranks,
     ) -> None:
         self.source = source
         self.result = result
@@ -65,7 +67,9 @@ class Run:
         self.dtype = fast_dtype(source.dtype, self.device)
         modifiers = [m for m in result.recipe.modifiers if isinstance(m, GPTQModifier)]
         self.gptq = GPTQ(modifiers[0], result.notes) if modifiers else None
-        self.done = 0  # steps: jobs of a stream, or layers
+        self.ranks = ranks
+        self.done = 0  # layers
+        self.streamed: dict[int, int] = {}  # shard -> its jobs that are done
         self.calibrated = False  # all modules are, and their tensors written
         self._mark_cost = 0.0  # seconds, of the last one
 
@@ -85,8 +89,9 @@ class Run:
                 self.importance.loaded,
                 self.show,
             )
-            stream.run(self.done)
-            self.done = stream.done
+            stream.run(self.streamed)
+            for modules in self.ranks.gather(self.result.modules):
+                self.result.modules.update(modules)
         weighed = (p.name for p in plan.quantized if p.scheme.weights is not None)
         self.output.done.update(f"{name}.weight" for name in weighed)
 
@@ -183,28 +188,31 @@ class Run:
 
     def take_up(self) -> None:
         """Start where an earlier run came to, if there is one."""
-        progress = self.output.progress
-        if progress is None:
+        if not self.output.progress:
             return
-        for name, (error, tokens, details) in progress["modules"].items():
-            self.result.modules[name] = ModuleResult(error, tokens, details)
-            if error is not None:
-                self.output.done.add(self.source.key(f"{name}.weight"))
-        for name, scheme in progress["weights_only"].items():
-            self.weights_only_schemes[name] = QuantizationScheme.model_validate(scheme)
-        self.unseen = progress["unseen"]
-        self.result.notes += [n for n in progress["notes"] if n not in self.result.notes]
-        self.done, self.calibrated = progress["done"], progress["calibrated"]
+        for mark in self.output.progress:  # one of each rank that wrote
+            for name, (error, tokens, details) in mark["modules"].items():
+                self.result.modules[name] = ModuleResult(error, tokens, details)
+                if error is not None:
+                    self.output.done.add(self.source.key(f"{name}.weight"))
+            for name, scheme in mark["weights_only"].items():
+                self.weights_only_schemes[name] = QuantizationScheme.model_validate(scheme)
+            self.unseen = mark["unseen"]
+            self.result.notes += [n for n in mark["notes"] if n not in self.result.notes]
+            self.done, self.calibrated = mark["done"], mark["calibrated"]
+            for shard, jobs in mark["streamed"].items():
+                self.streamed[int(shard)] = max(jobs, self.streamed.get(int(shard), 0))
         assert self.output.writer is not None
         self.importance.take_up(self.output.writer.work.path, self.done)
         count = len(self.result.modules)
         self.result.notes.append(f"continued after {count} modules, which an earlier run had done")
 
-    def state(self, done: int | None = None) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         """Return, in JSON's types, what `take_up` needs."""
         schemes = self.weights_only_schemes.items()
         return {
-            "done": self.done if done is None else done,
+            "done": self.done,
+            "streamed": self.streamed,
             "calibrated": self.calibrated,
             "modules": {
                 name: [m.error, m.tokens, m.details] for name, m in self.result.modules.items()

@@ -25,6 +25,7 @@ from steelyard.checkpoint import (
     stored_tensors,
     validate_checkpoint,
 )
+from steelyard.distributed import Ranks
 from steelyard.errors import CheckpointInvalid, PipelineError
 from steelyard.observers.fusion import fused_groups
 from steelyard.pipelines.plan import Plan
@@ -56,19 +57,25 @@ class Output:
         tokenizer: Any,
         identity: dict[str, Any] | None = None,
         resume: bool = True,
+        ranks: Ranks | None = None,
     ) -> Iterator[Output]:
         if folder is None:
             yield cls(source, None, tokenizer)
             return
         with CheckpointWriter(
-            folder, overwrite=overwrite, source=source.origin, identity=identity, resume=resume
+            folder,
+            overwrite=overwrite,
+            source=source.origin,
+            identity=identity,
+            resume=resume,
+            ranks=ranks,
         ) as writer:
             yield cls(source, writer, tokenizer)
 
     @property
-    def progress(self) -> dict[str, Any] | None:
-        """How far an earlier run came, in the words of its last mark."""
-        return None if self.writer is None else self.writer.progress
+    def progress(self) -> list[dict[str, Any]]:
+        """How far an earlier run came, in the words of its last marks, one of each rank."""
+        return [] if self.writer is None else self.writer.progress
 
     def add(self, root: Module, prefix: str, without: Module | None) -> None:
         """Write the quantized modules of `root`, and its other tensors if they lie in memory."""

@@ -2,8 +2,11 @@
 
 Reading, computing and writing overlap: one thread reads ahead, one writes behind, and the kernels
 between them use all cores. What is on its way never exceeds a budget, so memory follows the largest
-tensor and not the checkpoint. Tensors are written in one order, whatever happens, so a run that is
-taken up again ends with the same bytes.
+tensor and not the checkpoint.
+
+Which tensors make up a shard is known beforehand, so several ranks can write shards of their own.
+Within a shard they are written in one order, whatever happens, so a run that is taken up again, or
+has another number of ranks, ends with the same bytes.
 """
 
 from __future__ import annotations
@@ -17,18 +20,24 @@ from typing import Any
 import torch
 
 from steelyard.checkpoint import CheckpointView, CheckpointWriter, stored_tensors
+from steelyard.checkpoint.layout import expected_tensors
+from steelyard.checkpoint.shard_file import HEADER_ROOM, entry_bytes
+from steelyard.distributed import deal
 from steelyard.observers import Observer
 from steelyard.observers.fusion import fused_groups
 from steelyard.observers.importance import ImportanceObserver
 from steelyard.observers.importance_file import Importance
-from steelyard.pipelines.plan import Plan, Planned
+from steelyard.pipelines.plan import Plan, Planned, search_time
 from steelyard.pipelines.progress import progress
 from steelyard.pipelines.result import ModuleResult
 from steelyard.pipelines.weight_errors import relative_error
 
-__all__ = ["Job", "Stream", "budget_of", "jobs_of", "quantize", "restack"]
+__all__ = ["Job", "Stream", "budget_of", "jobs_of", "quantize", "restack", "shards_of"]
 
 _LEAST = 128 << 20  # bytes on their way, even where all tensors are small
+_SHARDS = 16  # that a checkpoint is cut into, so that as many ranks can write,
+_LEAST_SHARD = 64 << 20  # as long as they do not get smaller than this, in bytes
+_HEADER = 64  # bytes of a header beside its entries
 _ONE_SCALE = ("tensor", "tensor_group")  # strategies in which fused layers share a scale
 
 
@@ -45,6 +54,22 @@ class Job:
 
     def nbytes(self, view: CheckpointView) -> int:
         return sum(view.info(name).nbytes for name in self.names)
+
+    def stored(self, view: CheckpointView) -> tuple[int, int]:
+        """Return how many bytes it writes, and how many of a header it needs at most."""
+        if not self.modules:
+            infos = [(name, view.info(name)) for name in self.names]
+            return self.nbytes(view), sum(entry_bytes(n, len(i.shape)) for n, i in infos)
+        nbytes, header = 0, 0
+        for planned in self.modules:
+            nbytes += planned.stored_bytes
+            for leaf in expected_tensors(planned.scheme, planned.shape, planned.dtype):
+                header += entry_bytes(f"{planned.name}.{leaf}", 2)
+        return nbytes, header
+
+    def cost(self, view: CheckpointView) -> float:
+        """Return about how many seconds of one thread it takes."""
+        return self.nbytes(view) / 1e9 + sum(search_time(planned) for planned in self.modules)
 
 
 def jobs_of(view: CheckpointView, plan: Plan) -> list[Job]:
@@ -66,6 +91,25 @@ def jobs_of(view: CheckpointView, plan: Plan) -> list[Job]:
         elif name not in planned:
             jobs.append(Job((name,)))
     return jobs
+
+
+def shards_of(view: CheckpointView, jobs: Sequence[Job], at_most: int) -> list[list[Job]]:
+    """Return the jobs of each shard, in order: about 16 shards of one size, if they are not small.
+
+    at_most: bytes of a shard, unless one job is larger
+    """
+    sizes = [job.stored(view) for job in jobs]
+    room = min(max(sum(size for size, _ in sizes) // _SHARDS, _LEAST_SHARD), at_most)
+    shards: list[list[Job]] = []
+    nbytes, header = 0, _HEADER
+    for job, (size, entries) in zip(jobs, sizes, strict=True):
+        if not shards or nbytes + size > room or header + entries > HEADER_ROOM:
+            shards.append([])
+            nbytes, header = 0, _HEADER
+        shards[-1].append(job)
+        nbytes += size
+        header += entries
+    return shards
 
 
 def restack(view: CheckpointView, plan: Plan) -> None:
@@ -108,10 +152,10 @@ def quantize(
 
 
 class Stream:
-    """One pass over a checkpoint.
+    """One pass over a checkpoint; this rank's part of it, where there are several.
 
     modules: what became of each module, filled as they are done
-    state:   called with the number of jobs that are done; returns what a mark records
+    state:   called at a mark; returns what it records
     importance: of the modules whose observers use it, from a file
     """
 
@@ -121,7 +165,7 @@ class Stream:
         plan: Plan,
         writer: CheckpointWriter,
         modules: dict[str, ModuleResult],
-        state: Callable[[int], dict[str, Any]],
+        state: Callable[[], dict[str, Any]],
         importance: Importance | None = None,
         show: bool | None = None,
     ) -> None:
@@ -131,18 +175,27 @@ class Stream:
         self.state = state
         self.importance = importance or {}
         self.show = show
-        self.jobs = jobs_of(view, plan)
-        self.budget = budget_of(view, self.jobs)
-        self.done = 0
+        jobs = jobs_of(view, plan)
+        self.shards = shards_of(view, jobs, writer.max_shard_bytes)
+        self.budget = budget_of(view, jobs)
+        self.done: dict[int, int] = {}  # shard -> its jobs that are done
+        self.jobs: list[tuple[int, Job]] = []  # those left to this rank, and their shards
         self._stopped = False  # nothing may be written any more
 
-    def run(self, done: int = 0) -> None:
-        """Do all jobs but the first `done`, which an earlier run did."""
+    def run(self, done: dict[int, int]) -> None:
+        """Do what is left of the jobs; `done` is what an earlier run did of each shard."""
         self.done = done
-        sizes = [job.nbytes(self.view) for job in self.jobs]
+        ranks, complete = self.writer.ranks, self.writer.is_complete
+        left = [i for i in range(len(self.shards)) if not complete(i)]
+        costs = [sum(job.cost(self.view) for job in self.shards[i]) for i in left]
+        owners = deal(costs, ranks.count)
+        mine = [i for i, owner in zip(left, owners, strict=True) if owner == ranks.rank]
+        self.jobs = [(i, job) for i in mine for job in self.shards[i][done.get(i, 0) :]]
+        total = sum(job.nbytes(self.view) for i in mine for job in self.shards[i])
+        waiting = sum(job.nbytes(self.view) for _, job in self.jobs)
         reading, writing = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
-        with progress("quantizing", sum(sizes), self.show, unit="bytes") as advance:
-            advance(sum(sizes[:done]))
+        with progress("quantizing", total, self.show, unit="bytes") as advance:
+            advance(total - waiting)
             try:
                 self._run(reading, writing, advance)
             except BaseException:
@@ -151,6 +204,9 @@ class Stream:
             finally:
                 for pool in (reading, writing):
                     pool.shutdown(cancel_futures=True)
+        for i in mine:  # also those of which only the end was missing
+            self.writer.at(i)
+        self.writer.join()
 
     def _run(
         self,
@@ -158,9 +214,9 @@ class Stream:
         writing: ThreadPoolExecutor,
         advance: Callable[[int], None],
     ) -> None:
-        ahead: deque[tuple[Job, int, Future[list[torch.Tensor]]]] = deque()
+        ahead: deque[tuple[int, Job, int, Future[list[torch.Tensor]]]] = deque()
         behind: deque[tuple[int, Future[None]]] = deque()
-        waiting, on_the_way = self.done, 0
+        waiting, on_the_way = 0, 0
 
         def finish_oldest() -> None:
             nonlocal on_the_way
@@ -171,20 +227,20 @@ class Stream:
 
         while waiting < len(self.jobs) or ahead:
             while waiting < len(self.jobs):
-                job = self.jobs[waiting]
+                shard, job = self.jobs[waiting]
                 size = job.nbytes(self.view)
                 if on_the_way and on_the_way + size > self.budget:
                     break
                 on_the_way += size
-                ahead.append((job, size, reading.submit(self._read, job)))
+                ahead.append((shard, job, size, reading.submit(self._read, job)))
                 waiting += 1
             if not ahead:  # all that is on its way waits to be written
                 finish_oldest()
                 continue
-            job, size, read = ahead.popleft()
+            shard, job, size, read = ahead.popleft()
             weights = read.result()
             stored = list(quantize(job.modules, weights, self.importance)) if job.modules else []
-            behind.append((size, writing.submit(self._write, job, weights, stored)))
+            behind.append((size, writing.submit(self._write, shard, job, weights, stored)))
             del weights, stored, read
             while behind and (behind[0][1].done() or on_the_way > self.budget):
                 finish_oldest()
@@ -199,6 +255,7 @@ class Stream:
 
     def _write(
         self,
+        shard: int,
         job: Job,
         weights: list[torch.Tensor],
         stored: list[tuple[dict[str, torch.Tensor], ModuleResult]],
@@ -206,10 +263,11 @@ class Stream:
         if self._stopped:  # else a job could follow one that failed or was cancelled
             return
         try:
+            self.writer.at(shard)
             self._put(job, weights, stored)
-            self.done += 1
+            self.done[shard] = self.done.get(shard, 0) + 1
             if self.writer.due():
-                self.writer.mark(self.state(self.done))
+                self.writer.mark(self.state())
         except BaseException:
             self._stopped = True
             raise

@@ -1,0 +1,6 @@
+"""Several processes that do one run together, as `torchrun` starts them."""
+
+from steelyard.distributed.dealing import deal, share
+from steelyard.distributed.ranks import Ranks, join_from_environment
+
+__all__ = ["Ranks", "deal", "join_from_environment", "share"]

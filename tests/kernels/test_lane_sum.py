@@ -1,0 +1,85 @@
+"""Sums over lanes: any number of ranks, any gaps, one order, which is written out here by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from steelyard.distributed import share
+from steelyard.kernels.lane_sum import LANES, LaneSum, lane_of, whole
+
+
+def zero() -> torch.Tensor:
+    return torch.zeros(3)
+
+
+def values(batches: int, seed: int) -> list[torch.Tensor]:
+    """Numbers of such different sizes that every order of additions shows."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(-12, 12, (batches, 3), generator=generator)
+    return list(torch.randn(batches, 3, generator=generator) * 2.0**sizes)
+
+
+def by_hand(terms: list[torch.Tensor]) -> torch.Tensor:
+    """Add lanes, then nodes of four lanes, then those, each from left to right."""
+    lanes = [zero() for _ in range(LANES)]
+    for batch, term in enumerate(terms):
+        lanes[lane_of(batch, len(terms))] += term
+    nodes = [((a + b) + c) + d for a, b, c, d in zip(*[iter(lanes)] * 4, strict=True)]
+    return ((nodes[0] + nodes[1]) + nodes[2]) + nodes[3]
+
+
+def by_ranks(terms: list[torch.Tensor], ranks: int, seen: set[int] | None = None) -> torch.Tensor:
+    partials = []
+    for rank in range(ranks):
+        mine = LaneSum(zero, rank * LANES // ranks)
+        for batch in share(len(terms), rank, ranks):
+            if seen is None or batch in seen:
+                mine.lane(lane_of(batch, len(terms))).add_(terms[batch])
+        partials += mine.partials()
+    return whole(partials, zero)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 70), st.integers(1, 20), st.integers(0, 99))
+def test_any_number_of_ranks_adds_in_the_same_order(batches: int, ranks: int, seed: int) -> None:
+    terms = values(batches, seed)
+    assert torch.equal(by_ranks(terms, ranks), by_hand(terms))
+
+
+@settings(deadline=None)
+@given(st.integers(1, 40), st.integers(1, 20), st.sets(st.integers(0, 39)))
+def test_batches_that_do_not_reach_a_module(batches: int, ranks: int, seen: set[int]) -> None:
+    terms = values(batches, 1)
+    told = [term if batch in seen else zero() for batch, term in enumerate(terms)]
+    assert torch.equal(by_ranks(terms, ranks, seen), by_hand(told))
+
+
+def test_another_order_would_show() -> None:
+    terms = values(64, 0)
+    assert not torch.equal(torch.stack(terms).sum(0), by_hand(terms))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 16, 20])
+def test_shares_are_all_batches_in_order(ranks: int) -> None:
+    for batches in (1, 2, 5, 16, 64, 100):
+        taken = [batch for rank in range(ranks) for batch in share(batches, rank, ranks)]
+        assert taken == list(range(batches))
+
+
+def test_one_process_holds_three_matrices() -> None:
+    held = []
+    total = LaneSum(zero)
+    for lane in range(LANES):
+        total.lane(lane)
+        held.append(sum(p.value is not None for p in total._partials))
+    assert max(held) == 3
+
+
+def test_lanes_come_in_order() -> None:
+    total = LaneSum(zero)
+    total.lane(3)
+    with pytest.raises(ValueError, match="lane 1 comes after lane 3"):
+        total.lane(1)
