@@ -20,7 +20,7 @@ import torch
 from steelyard.checkpoint.shards import PIECE, Shards, TensorInfo
 from steelyard.errors import CheckpointError
 
-__all__ = ["CheckpointView", "Stack"]
+__all__ = ["CheckpointView", "Stack", "read_config"]
 
 _SCALE = "_scale_inv"
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -47,13 +47,13 @@ class CheckpointView(Shards):
 
     def __init__(self, folder: str | Path, cut: bool = True) -> None:
         super().__init__(folder)
-        self.config = _read_config(self.folder)
+        self.config = read_config(self.folder)
         self.stacks: list[Stack] = []
         self._made: dict[str, Callable[[], torch.Tensor]] = {}
         self._stored = dict(self._infos)  # as in the files
         quantization = self.config.get("quantization_config")
         if quantization is not None:
-            self._decode_blocks(quantization)
+            self._decode(quantization)
         if cut:
             self._cut_stacks()
 
@@ -78,7 +78,8 @@ class CheckpointView(Shards):
 
     # -- FP8 in blocks ------------------------------------------------------------------------
 
-    def _decode_blocks(self, quantization: dict[str, Any]) -> None:
+    def _decode(self, quantization: dict[str, Any]) -> None:
+        """Let what is quantized read as floats."""
         method = quantization.get("quant_method")
         block = _block(quantization.get("weight_block_size"))
         if method != "fp8" or block is None:
@@ -200,7 +201,8 @@ def _is_turned(gate_up: tuple[int, ...], down: tuple[int, ...], hidden: Any) -> 
     return None if as_linear == as_product else as_product
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return what config.json of a checkpoint says."""
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text("utf-8"))

@@ -10,18 +10,13 @@ another; a layer is calibrated in the pass that computes the input of the next.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import sys
 import time
 import warnings
 from pathlib import Path
 from typing import Any
 
-from compressed_tensors.quantization import (
-    QuantizationConfig,
-    apply_quantization_config,
-    disable_quantization,
-)
+from compressed_tensors.quantization import QuantizationConfig, disable_quantization
 from torch.nn import Module
 
 from steelyard.distributed import Ranks
@@ -36,8 +31,10 @@ from steelyard.pipelines.restoring import restored_on_error
 from steelyard.pipelines.result import Result
 from steelyard.pipelines.run import Run
 from steelyard.pipelines.saving import Output, save_as_quantized
+from steelyard.pipelines.schemes import apply_schemes
 from steelyard.pipelines.source import Source
 from steelyard.pipelines.streaming import budget_of, jobs_of, restack
+from steelyard.pipelines.tokenizer import tokenizer_of
 from steelyard.recipes import Recipe, load_recipe
 
 __all__ = ["oneshot"]
@@ -147,7 +144,7 @@ def oneshot(
     if needs_data:
         samples = load_samples(
             dataset,
-            tokenizer=lambda: _tokenizer(tokenizer or processor, source),
+            tokenizer=lambda: tokenizer_of(tokenizer or processor, source),
             num_calibration_samples=num_calibration_samples,
             max_seq_length=max_seq_length,
             batch_size=batch_size,
@@ -175,7 +172,10 @@ def oneshot(
             run.stream()
         else:
             source.model.eval()
-            _apply(source.model, config)
+            apply_schemes(source.model, config)
+            source.model.apply(
+                disable_quantization
+            )  # until its calibration, a module runs as it is
             if samples is None:
                 run.weights_only()
             elif pipeline == "basic":
@@ -217,13 +217,6 @@ def _note_unknown(plan: Plan, source: Source) -> None:
         plan.left.append(Left(name.removesuffix(".weight"), info.shape, info.nbytes, reason))
 
 
-def _apply(model: Module, config: QuantizationConfig) -> None:
-    """Put schemes and empty parameters on the modules, without a progress bar."""
-    quiet = "show_progress" in inspect.signature(apply_quantization_config).parameters
-    apply_quantization_config(model, config, **({"show_progress": False} if quiet else {}))
-    model.apply(disable_quantization)  # until its calibration, a module runs as it is
-
-
 def _config_of(recipe: Recipe) -> QuantizationConfig:
     """Return the one configuration that the recipe's modifiers amount to."""
     quantizing = [m for m in recipe.modifiers if m.quantization_config() is not None]
@@ -235,24 +228,6 @@ def _config_of(recipe: Recipe) -> QuantizationConfig:
     config = quantizing[0].quantization_config()
     assert config is not None
     return config
-
-
-def _tokenizer(given: Any, source: Source) -> Any:
-    from transformers import AutoTokenizer
-
-    if given is not None and not isinstance(given, (str, Path)):
-        return given
-    folder = given or (source.shards.folder if source.shards is not None else None)
-    folder = folder or getattr(source.model, "name_or_path", "") or None
-    if folder is None:
-        raise DataError("text must be tokenized, and the model came without: pass tokenizer=")
-    try:
-        return AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"{folder} has no tokenizer that loads ({str(error).splitlines()[0]}); pass "
-            "tokenizer=, or token ids as the dataset"
-        ) from None
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

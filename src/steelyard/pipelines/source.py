@@ -24,7 +24,7 @@ from steelyard.errors import PipelineError
 from steelyard.pipelines.files import FilesModel
 from steelyard.pipelines.skeleton import build_skeleton, parts_of
 
-__all__ = ["Source", "computing_in", "fast_dtype", "rounded_once"]
+__all__ = ["Source", "computing_in", "fast_dtype", "model_folder", "rounded_once"]
 
 _OTHER_KINDS = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "original/*"]
 
@@ -62,7 +62,7 @@ class Source:
         if isinstance(model, Module):
             _check_module(model)
             return cls(model)
-        folder = _folder(model, revision)
+        folder = model_folder(model, revision)
         shards = CheckpointView(folder, cut=False)
         skeleton, keys, joined = build_skeleton(folder, shards, trust_remote_code)
         return cls(skeleton, shards, keys, joined)
@@ -70,7 +70,7 @@ class Source:
     @classmethod
     def from_files(cls, model: str | Path, revision: str | None = None) -> Source:
         """Open a folder, or a name on the hub, without asking for its model class."""
-        view = CheckpointView(_folder(model, revision))
+        view = CheckpointView(model_folder(model, revision))
         return cls(FilesModel(view), view, {name: name for name in view.names()})
 
     @property
@@ -243,7 +243,7 @@ def _check_module(model: Any) -> None:
             )
 
 
-def _folder(model: Any, revision: str | None) -> Path:
+def model_folder(model: Any, revision: str | None = None) -> Path:
     """Return the folder of a model; one on the hub is fetched, without weights of other kinds."""
     if not isinstance(model, (str, Path)):
         raise PipelineError(

@@ -1,0 +1,30 @@
+"""The tokenizer that belongs to a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from steelyard.errors import DataError
+from steelyard.pipelines.source import Source
+
+__all__ = ["tokenizer_of"]
+
+
+def tokenizer_of(given: Any, source: Source) -> Any:
+    """Return the tokenizer that was given, or loaded from where it says, or from the model."""
+    from transformers import AutoTokenizer
+
+    if given is not None and not isinstance(given, (str, Path)):
+        return given
+    folder = given or (source.shards.folder if source.shards is not None else None)
+    folder = folder or getattr(source.model, "name_or_path", "") or None
+    if folder is None:
+        raise DataError("text must be tokenized, and the model came without: pass tokenizer=")
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{folder} has no tokenizer that loads ({str(error).splitlines()[0]}); pass "
+            "tokenizer=, or token ids as the dataset"
+        ) from None
