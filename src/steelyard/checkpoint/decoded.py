@@ -1,0 +1,121 @@
+"""A quantized checkpoint as plain weights: each reads as what a server reconstructs of it.
+
+Names, types and shapes are those of a checkpoint that was never quantized, so whatever reads such a
+one reads this one too. Scales of activations and of the cache stay where they are. A weight that
+lacks something it needs is refused when the folder is opened: servers load it and answer nonsense.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+
+from steelyard.checkpoint.layout import expected_tensors, format_of
+from steelyard.checkpoint.view import CheckpointView
+from steelyard.checkpoint.written import PARAMETER, WrittenCheckpoint
+from steelyard.errors import CheckpointError
+
+__all__ = ["DecodedView"]
+
+_METHOD = "compressed-tensors"
+
+
+class DecodedView(CheckpointView):
+    """`CheckpointView` that reads compressed-tensors checkpoints as well; weights read as fp32.
+
+    quantization: the configuration; None where nothing is stored by compressed-tensors
+    schemes:      that of each module whose weight is stored quantized
+    """
+
+    quantization: QuantizationConfig | None = None
+    schemes: dict[str, QuantizationScheme]
+    _written: WrittenCheckpoint
+
+    def _decode(self, quantization: dict[str, Any]) -> None:
+        method = quantization.get("quant_method")
+        if method == "fp8":  # blocks with a scale each
+            super()._decode(quantization)
+            return
+        if method != _METHOD:
+            raise CheckpointError(
+                f"{self.folder} is quantized with {method!r}, which is not read here; give a "
+                f"checkpoint of {_METHOD}, or one that is not quantized"
+            )
+        for part in ("transform_config", "sparsity_config"):
+            content = quantization.get(part)
+            if content and content.get("format") != "dense":
+                raise CheckpointError(
+                    f"{self.folder}: config.json has a {part}, which is not read here; only "
+                    "quantization is"
+                )
+        self._written = WrittenCheckpoint(self.folder, None)
+        self.quantization = self._written.quantization
+        self.schemes = {}
+        for module, leaves in self._written.tensors.items():
+            if self._is_quantized(module, leaves):
+                self.schemes[module] = self._checked(module, leaves)
+                self._replace(module, leaves)
+
+    def _is_quantized(self, module: str, leaves: set[str]) -> bool:
+        if leaves & {"weight_packed", "weight_scale"}:
+            return True
+        return "weight" in leaves and self.info(f"{module}.weight").dtype.itemsize == 1
+
+    def _checked(self, module: str, leaves: set[str]) -> QuantizationScheme:
+        """Return the scheme of a module if it and the stored tensors go together."""
+        scheme = self._written.schemes.get(module)
+        if scheme is None or scheme.weights is None:
+            raise CheckpointError(
+                f"{self.folder} holds codes for {module}, but config.json has no scheme for its "
+                "weight; quantize the model again"
+            )
+        if format_of(scheme) == "dense":
+            raise CheckpointError(
+                f"{self.folder} holds {module} unquantized beside its scales (format 'dense'); "
+                "save it compressed, as it is served"
+            )
+        try:
+            shape = self._written.shape(module)
+            needed = expected_tensors(scheme, shape, torch.float32)
+        except ValueError as error:
+            raise CheckpointError(f"{self.folder}: {module}: {error}") from error
+        for leaf, (_, wanted) in sorted(needed.items()):
+            if not leaf.startswith("weight"):
+                continue
+            if leaf not in leaves:
+                raise CheckpointError(
+                    f"{self.folder} has no {module}.{leaf}, without which {module} cannot be "
+                    "decoded; a server would answer nonsense, so quantize the model again"
+                )
+            found = self.info(f"{module}.{leaf}").shape
+            if math.prod(found) != math.prod(wanted):  # else it might fit by being repeated
+                raise CheckpointError(
+                    f"{self.folder}: {module}.{leaf} is {found}, but its scheme in config.json "
+                    f"makes it {wanted}; quantize the model again"
+                )
+        return scheme
+
+    def _replace(self, module: str, leaves: set[str]) -> None:
+        """Let the weight stand for all that is stored of it."""
+        shape = self._written.shape(module)
+        stored = [n for n in leaves if n.startswith("weight") and PARAMETER.fullmatch(n)]
+        info = self.info(f"{module}.{stored[0]}")
+        for leaf in stored:
+            del self._infos[f"{module}.{leaf}"]
+        name = f"{module}.weight"
+        nbytes = torch.Size(shape).numel() * torch.float32.itemsize
+        self._infos[name] = replace(
+            info, name=name, dtype=torch.float32, shape=shape, nbytes=nbytes
+        )
+        self._made[name] = partial(self._weight, module)
+
+    def _weight(self, module: str) -> torch.Tensor:
+        whole = torch.empty(self._written.shape(module), dtype=torch.float32)
+        for start, rows in self._written.decode(module):
+            whole[start : start + len(rows)] = rows
+        return whole
