@@ -1,0 +1,119 @@
+"""A checkpoint as a model that runs as it is served, with its weights still in the files.
+
+Weights are decoded when they are read. Activations and the cache are quantized in the forward pass
+by compressed-tensors itself, as when transformers loads such a checkpoint.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from compressed_tensors.quantization import QuantizationStatus
+from torch.nn import Module, Parameter
+
+from steelyard.checkpoint.decoded import DecodedView
+from steelyard.errors import CheckpointError
+from steelyard.pipelines.schemes import apply_schemes
+from steelyard.pipelines.skeleton import build_skeleton
+from steelyard.pipelines.source import Source, model_folder
+
+__all__ = ["open_model"]
+
+_OF_WEIGHTS = re.compile(r"weight_(scale|zero_point|global_scale|g_idx)")
+_OF_ACTIVATIONS = re.compile(r"(input|output|q|k|v)_(scale|zero_point|global_scale)")
+
+
+def open_model(model: str | Path) -> tuple[Source, list[str]]:
+    """Return the model of a folder or a name on the hub, and what differs from how it is served."""
+    folder = model_folder(model)
+    view = DecodedView(folder, cut=False)
+    skeleton, keys, joined = build_skeleton(folder, view, trust_remote_code=False)
+    source = Source(skeleton, view, keys, joined)
+    if view.quantization is None:
+        return source, []
+    _widen(skeleton, joined)
+    status = {"quantization_status": QuantizationStatus.COMPRESSED}
+    apply_schemes(skeleton, view.quantization.model_copy(update=status))
+    for name, module in skeleton.named_modules():
+        if getattr(module, "quantization_scheme", None) is not None:
+            _attach(source, view, name, module)
+    return source, _left_out(source, view)
+
+
+def _widen(model: Module, joined: dict[str, list[str]]) -> None:
+    """Let tensors that are joined from decoded ones have their type."""
+    for name in joined:
+        module, _, leaf = name.rpartition(".")
+        parent = model.get_submodule(module)
+        shape = parent.get_parameter(leaf).shape
+        meta = torch.empty(shape, dtype=torch.float32, device="meta")
+        parent._parameters[leaf] = Parameter(meta, requires_grad=False)
+
+
+def _attach(source: Source, view: DecodedView, name: str, module: Any) -> None:
+    """Read the parameters of a module's activations; its weight is decoded when it is read."""
+    args = module.quantization_scheme.weights
+    if args is not None:
+        key = source.module_key(name)
+        if key not in view.schemes:
+            raise CheckpointError(
+                f"{view.folder}: config.json quantizes {name}, but {key} is stored unquantized; "
+                "a server would answer nonsense, so add it to ignore or quantize the model again"
+            )
+        if args != view.schemes[key].weights:
+            raise CheckpointError(
+                f"{view.folder}: config.json has two schemes for {name}, by name and by class; "
+                "name each module once"
+            )
+    module.quantization_status = QuantizationStatus.COMPRESSED  # its weight is as it is
+    for leaf, parameter in list(module._parameters.items()):
+        if _OF_WEIGHTS.fullmatch(leaf):
+            del module._parameters[leaf]
+        elif _OF_ACTIVATIONS.fullmatch(leaf):
+            value = _read(view, source.key(f"{name}.{leaf}"), parameter)
+            module._parameters[leaf] = Parameter(value, requires_grad=False)
+
+
+def _read(view: DecodedView, key: str, like: torch.Tensor) -> torch.Tensor:
+    if key not in view:
+        raise CheckpointError(
+            f"{view.folder} has no {key}, which config.json asks for; a server would answer "
+            "nonsense, so quantize the model again"
+        )
+    value = view.read(key)
+    if value.numel() != like.numel():
+        raise CheckpointError(
+            f"{view.folder}: {key} is {tuple(value.shape)}, but config.json makes it "
+            f"{tuple(like.shape)}; quantize the model again"
+        )
+    value = value.reshape(like.shape)
+    return value.float() if value.is_floating_point() else value
+
+
+def _left_out(source: Source, view: DecodedView) -> list[str]:
+    """Return a note on matrices that the class joins: no module is left to quantize their input.
+
+    Raise for a module that has codes, but no scheme that the class's names match.
+    """
+    alone = set()
+    for name, module in source.model.named_modules():
+        key = source.module_key(name)
+        if "weight" not in module._parameters or key not in view.schemes:
+            continue
+        if getattr(module, "quantization_scheme", None) is None:
+            raise CheckpointError(
+                f"{view.folder} holds codes for {key}, but no target of config.json matches "
+                f"{name}; quantize the model again"
+            )
+        alone.add(key)
+    left = [s for module, s in view.schemes.items() if module not in alone]
+    count = sum(scheme.input_activations is not None for scheme in left)
+    if not count:
+        return []
+    return [
+        f"the inputs of {count} matrices, such as experts, are not quantized here, since "
+        f"{type(source.model).__name__} has no module for each; a server quantizes them"
+    ]

@@ -1,0 +1,77 @@
+"""What an evaluation found, as numbers, as JSON and as a table."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["Evaluation"]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Two models on one text.
+
+    base, quantized: the folders
+    samples, tokens: how much was scored; the first token of a sample is not, since nothing
+                     precedes it
+    base_perplexity: exp of the mean negative log-probability of the tokens, for the base
+    perplexity:      and for the quantized model
+    kl_divergence:   mean over the tokens of KL(base || quantized), in nats
+    kl_p99, kl_max:  99 of 100 tokens have at most the first, all have at most the second
+    top1_agreement:  the share of tokens for which both find the same token most likely
+    notes:           what the data was, and what could not be evaluated as it is served
+    """
+
+    base: str
+    quantized: str
+    samples: int
+    tokens: int
+    base_perplexity: float
+    perplexity: float
+    kl_divergence: float
+    kl_p99: float
+    kl_max: float
+    top1_agreement: float
+    seconds: float
+    notes: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all of it in JSON's types; a perplexity too large for a number is None."""
+        content = asdict(self)
+        content["notes"] = list(self.notes)
+        floats = {k: v for k, v in content.items() if isinstance(v, float)}
+        return {**content, **{k: v if math.isfinite(v) else None for k, v in floats.items()}}
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Return what a table of it says, line by line."""
+        ratio = self.perplexity / self.base_perplexity if self.base_perplexity else math.nan
+        return [
+            ("tokens", f"{self.tokens:,} of {self.samples:,} samples"),
+            ("base perplexity", f"{self.base_perplexity:.4f}"),
+            ("perplexity", f"{self.perplexity:.4f} ({ratio - 1:+.2%})"),
+            ("KL divergence", f"{self.kl_divergence:.6f} nats"),
+            ("KL, 99th percentile", f"{self.kl_p99:.6f}"),
+            ("KL, maximum", f"{self.kl_max:.6f}"),
+            ("top-1 agreement", f"{self.top1_agreement:.2%}"),
+            ("seconds", f"{self.seconds:.1f}"),
+        ]
+
+    def __str__(self) -> str:
+        width = max(len(label) for label, _ in self.rows())
+        lines = [f"{label:<{width}}  {value}" for label, value in self.rows()]
+        notes = [f"note: {note}" for note in self.notes]
+        return "\n".join([f"{self.quantized}\n  compared with {self.base}", *lines, *notes])
+
+    def __rich__(self) -> Table:
+        from rich.table import Table
+
+        table = Table("", self.quantized, title=f"compared with {self.base}")
+        for row in self.rows():
+            table.add_row(*row)
+        table.caption = "\n".join(self.notes) or None
+        return table

@@ -1,0 +1,168 @@
+"""A model over all samples, one decoder layer in memory at a time, in fp32.
+
+What flows between the layers is held for all samples: tokens x hidden size x 4 bytes, in memory or,
+beyond a limit, in a file that the system pages in and out. fp32, because the rounding of a narrower
+type would be taken for that of the quantization.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from steelyard.errors import NonFiniteError, PipelineError
+from steelyard.pipelines.sequential import Batch, LayerSequence
+from steelyard.pipelines.source import Source, computing_in
+
+__all__ = ["DTYPE", "HiddenStates", "Walk", "default_memory"]
+
+DTYPE = torch.float32
+
+
+def default_memory() -> int:
+    """Return a quarter of the machine's memory, in bytes."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
+
+
+class HiddenStates:
+    """Where hidden states are kept: in memory, or in files that go when this is closed.
+
+    nbytes: what all of them will take
+    memory: how much of it may be held in memory; more goes to the system's folder for temporary
+            files, which TMPDIR names
+    """
+
+    def __init__(self, nbytes: int, memory: int) -> None:
+        self.spilled = nbytes > memory
+        self._stack = contextlib.ExitStack()
+        self._files = 0
+
+    def __enter__(self) -> HiddenStates:
+        if self.spilled:
+            self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+    def first(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return a place for hidden states of this shape, with these in it."""
+        if not self.spilled:
+            return hidden
+        path = self._folder / str(self._files)
+        self._files += 1
+        mapped = torch.from_file(str(path), shared=True, size=hidden.numel(), dtype=hidden.dtype)
+        return mapped.view(hidden.shape).copy_(hidden)
+
+    def next(self, place: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the place with these hidden states in it instead."""
+        return place.copy_(hidden) if self.spilled else hidden
+
+
+class Walk:
+    """One model on its way over all samples.
+
+    role: how errors call it
+    """
+
+    def __init__(self, source: Source, role: str) -> None:
+        assert source.shards is not None
+        self.source = source
+        self.called = f"the {role} model ({source.shards.folder})"
+        with self._layers_alone():
+            self.sequence = LayerSequence(source.model)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.source.model.config.get_text_config().vocab_size)
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.source.model.config.get_text_config().hidden_size)
+
+    @torch.no_grad()
+    def run(
+        self, samples: list[torch.Tensor], held: HiddenStates, advance: Callable[[], None]
+    ) -> list[Batch]:
+        """Return the batches behind the last layer."""
+        sequence, source, model = self.sequence, self.source, self.source.model
+        batches = []
+        with (
+            source.loaded(sequence.layers[0], f"{sequence.name}.0"),
+            source.loaded(model, "", sequence.layers, ("lm_head",)),
+            computing_in(model, DTYPE),
+        ):
+            for input_ids in samples:
+                with self._layers_alone():
+                    (batch,) = sequence.start([input_ids], advance)
+                self._check(batch.hidden, "what goes into the first layer")
+                batch.hidden = held.first(batch.hidden)
+                batches.append(batch)
+        for index, layer in enumerate(sequence.layers):
+            name = f"{sequence.name}.{index}"
+            with source.loaded(layer, name), computing_in(layer, DTYPE):
+                for batch in batches:
+                    output = sequence.run(index, batch)
+                    self._check(output, f"the output of {name}")
+                    batch.hidden = held.next(batch.hidden, output)
+                    advance()
+        return [Batch(batch.input_ids, batch.hidden) for batch in batches]
+
+    @contextlib.contextmanager
+    def head(self) -> Iterator[None]:
+        """Hold what comes after the layers; the embedding, often as large, stands aside."""
+        model = self.source.model
+        embedding = model.get_input_embeddings()
+        name = next(n for n, m in model.named_modules() if m is embedding)
+        width = embedding.weight.shape[-1]
+
+        def stand_aside(input_ids: torch.Tensor) -> torch.Tensor:
+            return torch.zeros(*input_ids.shape, width, dtype=DTYPE)
+
+        before = embedding.__dict__.get("forward")
+        with self.source.loaded(model, "", self.sequence.layers, (name,)):
+            try:
+                embedding.__dict__["forward"] = stand_aside
+                with computing_in(model, DTYPE):
+                    yield
+            finally:
+                del embedding.__dict__["forward"]
+                if before is not None:
+                    embedding.__dict__["forward"] = before
+
+    def logits(self, batch: Batch, positions: slice) -> torch.Tensor:
+        """Return (batch, positions, vocabulary), within `head`.
+
+        Behind the layers each position is on its own, so some of them are as good as all.
+        """
+        part = Batch(batch.input_ids[:, positions], batch.hidden[:, positions])
+        output: Any = self.sequence.finish(part)
+        logits: torch.Tensor = output.logits
+        self._check(logits, "its logits", "are")
+        return logits
+
+    @contextlib.contextmanager
+    def _layers_alone(self) -> Iterator[None]:
+        """Say of a model that cannot be taken apart what that means here."""
+        try:
+            yield
+        except PipelineError as error:
+            reason = str(error).partition(";")[0]
+            raise PipelineError(
+                f"{self.called} cannot be evaluated, because it must run layer by layer: {reason}"
+            ) from error
+
+    def _check(self, values: torch.Tensor, what: str, verb: str = "is") -> None:
+        # a finite sum has finite terms, and is quick; one that is too large proves nothing
+        if not bool(torch.isfinite(values.sum())) and not bool(torch.isfinite(values).all()):
+            raise NonFiniteError(
+                f"{self.called} gives NaN or infinity: {what} {verb} the first that "
+                f"{verb} not finite. Look for a scale there that is missing, zero or NaN, and "
+                "quantize the model again"
+            )
