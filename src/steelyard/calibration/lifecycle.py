@@ -12,15 +12,16 @@ hook is left, and a module whose calibration did not finish is as it was before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from types import TracebackType
 from typing import Any
 
+import torch
 from compressed_tensors.quantization import disable_quantization, enable_quantization
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
-from steelyard.calibration.hooks import register_hooks
+from steelyard.calibration.hooks import calibrate_input_hook, register_hooks
 from steelyard.calibration.steps import (
     ACTIVATIONS,
     BASE_NAMES,
@@ -34,7 +35,7 @@ from steelyard.calibration.steps import (
 )
 from steelyard.observers import Observer, fuse_weight_observers
 
-__all__ = ["Calibration", "observed_tokens"]
+__all__ = ["Calibration", "observed_tokens", "with_schemes"]
 
 
 class Calibration:
@@ -42,16 +43,21 @@ class Calibration:
 
     prefix:  the name of `root` within its model, for messages
     without: a module within `root` whose own modules are left out
+    stage:   only these modules, by name, which all have one input; no hooks, `show` tells of it
     """
 
-    def __init__(self, root: Module, prefix: str = "", without: Module | None = None) -> None:
+    def __init__(
+        self,
+        root: Module,
+        prefix: str = "",
+        without: Module | None = None,
+        stage: Collection[str] | None = None,
+    ) -> None:
         self.root = root
-        left_out = set() if without is None else set(without.modules())
-        self.modules: dict[str, Module] = {
-            f"{prefix}.{name}".strip("."): module
-            for name, module in root.named_modules()
-            if getattr(module, "quantization_scheme", None) is not None and module not in left_out
-        }
+        self.modules = with_schemes(root, prefix, without)
+        if stage is not None:
+            self.modules = {name: self.modules[name] for name in stage}
+        self._hooks = stage is None
         self._handles: list[RemovableHandle] = []
         self._before: dict[str, tuple[Any, Any]] = {}
         self._synced = False
@@ -70,7 +76,8 @@ class Calibration:
                     observer = observer_of(module, base_name)
                     if observer is not None:
                         observer.module_name = name
-                self._handles += register_hooks(module)
+                if self._hooks:
+                    self._handles += register_hooks(module)
                 apply_calibration_status(module)
                 disable_quantization(module)
             fuse_weight_observers(self.root)
@@ -86,6 +93,12 @@ class Calibration:
                 observer = observer_of(module, base_name)
                 if observer is not None:
                     yield name, base_name, observer
+
+    def show(self, x: torch.Tensor) -> None:
+        """Show the input of a stage to the observers of inputs."""
+        for module in self.modules.values():
+            if observer_of(module, "input") is not None:
+                calibrate_input_hook(module, (x,))
 
     def unseen(self) -> list[str]:
         """Return the modules whose activations should have been observed and were not."""
@@ -143,6 +156,18 @@ class Calibration:
                     module.__dict__.pop("quantization_status", None)
                 else:
                     module.quantization_status = status
+
+
+def with_schemes(
+    root: Module, prefix: str = "", without: Module | None = None
+) -> dict[str, Module]:
+    """Return the modules of `root` that have a scheme, by their name within the model."""
+    left_out = set() if without is None else set(without.modules())
+    return {
+        f"{prefix}.{name}".strip("."): module
+        for name, module in root.named_modules()
+        if getattr(module, "quantization_scheme", None) is not None and module not in left_out
+    }
 
 
 def _states(module: Module) -> tuple[str, ...]:

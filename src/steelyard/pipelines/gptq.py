@@ -1,7 +1,7 @@
-"""GPTQ on the modules of a layer: gather second moments while data flows, then solve for each.
+"""GPTQ on modules that are decided on together: gather second moments, then solve for each.
 
-What a module's weight becomes are the values that will be stored, so that the pass through the
-quantized layer, and the packing, find what was decided here.
+They are a stage of a layer, or a whole layer. What a module's weight becomes are the values that
+will be stored, so that the batches that flow on, and the packing, find what was decided here.
 """
 
 from __future__ import annotations
@@ -33,34 +33,37 @@ class GPTQ:
         self.modifier = modifier
         self.notes = notes
 
-    def begin(self, modules: Mapping[str, Module]) -> LayerGPTQ:
-        """Return what gathers, while it is entered, for the quantized weights among `modules`."""
+    def begin(self, modules: Mapping[str, Module]) -> Gathering:
+        """Return what gathers, while it is entered or shown, for the weights among `modules`.
+
+        Observers that weigh columns need not gather any more: H has it on its diagonal.
+        """
         weighed = {
             name: module
             for name, module in modules.items()
             if isinstance(module, torch.nn.Linear) and _scheme(module).weights is not None
         }
-        return LayerGPTQ(self, weighed)
+        return Gathering(self, weighed)
 
 
-class LayerGPTQ(Hessians):
-    """One layer."""
+class Gathering(Hessians):
+    """The modules of a stage, or of a layer."""
 
     def __init__(self, gptq: GPTQ, modules: Mapping[str, Module]) -> None:
         super().__init__(modules, gptq.modifier.offload_hessians)
         self.gptq = gptq
         self._weighing: dict[str, ImportanceObserver] = {}
-
-    def __enter__(self) -> LayerGPTQ:
-        """Gather; observers that weigh columns need not, since H has it on its diagonal."""
         for name, module in self.modules.items():
             observer = getattr(module, "weight_observer", None)
             if isinstance(observer, ImportanceObserver) and observer.gathers(module):
                 observer.detach(module)
                 observer.reset()
                 self._weighing[name] = observer
-        super().__enter__()
-        return self
+
+    def show(self, x: torch.Tensor) -> None:
+        """Add the input of a stage."""
+        for name in self.modules:
+            self._see(name, x)
 
     def weigh(self) -> None:
         """Tell the observers what was gathered for them."""

@@ -7,9 +7,10 @@ data pass, compute the parameters, and hand the tensors to the output.
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,12 +18,13 @@ from compressed_tensors.quantization import QuantizationConfig, QuantizationSche
 from torch.nn import Module
 
 from steelyard.calibration import Calibration
-from steelyard.calibration.lifecycle import observed_tokens
+from steelyard.calibration.lifecycle import observed_tokens, with_schemes
 from steelyard.distributed import Ranks
 from steelyard.errors import CalibrationError, PipelineError
 from steelyard.modifiers import GPTQModifier
+from steelyard.observers.fusion import fused_groups
 from steelyard.pipelines.data import Samples
-from steelyard.pipelines.gptq import GPTQ
+from steelyard.pipelines.gptq import GPTQ, Gathering
 from steelyard.pipelines.importance import RunImportance
 from steelyard.pipelines.progress import progress
 from steelyard.pipelines.result import ModuleResult, Result
@@ -36,10 +38,25 @@ from steelyard.pipelines.sequential import (
     save_hidden,
 )
 from steelyard.pipelines.source import Source, computing_in, fast_dtype, rounded_once
+from steelyard.pipelines.staged import Staged, find_stages, holding_budget
 from steelyard.pipelines.streaming import Stream
 from steelyard.pipelines.weight_errors import weight_error
 
 __all__ = ["Run"]
+
+
+@dataclass(frozen=True)
+class Onward:
+    """How the batches come from one quantized layer to the next.
+
+    forwards: what each batch makes of the layer
+    take:     takes what came out, batch after batch
+    tokens:   of the first batch
+    """
+
+    forwards: Sequence[Callable[[], torch.Tensor]]
+    take: Callable[[Iterable[torch.Tensor]], None]
+    tokens: int
 
 
 class Run:
@@ -136,19 +153,23 @@ class Run:
                 if index < self.done:
                     continue
 
-                def run(index: int = index) -> None:
-                    for batch in batches:
-                        output = sequence.run(index, batch)
-                        if not self.propagate:
-                            batch.hidden = output
-                            advance()
+                forwards = [functools.partial(sequence.run, index, batch) for batch in batches]
 
-                def again(index: int = index) -> None:
-                    for batch in batches if self.propagate else ():
-                        batch.hidden = sequence.run(index, batch)
+                def take(outputs: Iterable[torch.Tensor]) -> None:
+                    for batch, output in zip(batches, outputs, strict=True):
+                        batch.hidden = output
                         advance()
 
-                self._module(layer, f"{sequence.name}.{index}", None, run, again)
+                def run(forwards: Sequence[Callable[[], torch.Tensor]] = forwards) -> None:
+                    if not self.propagate:
+                        take(forward() for forward in forwards)
+                        return
+                    for forward in forwards:
+                        forward()
+
+                onward = Onward(forwards, take, batches[0].input_ids.numel())
+                name = f"{sequence.name}.{index}"
+                self._module(layer, name, None, run, onward if self.propagate else None)
                 self._layer_done(index, batches)
 
             def run_rest() -> None:
@@ -248,45 +269,23 @@ class Run:
         name: str,
         without: Module | None,
         run: Callable[[], None],
-        again: Callable[[], None] | None = None,
+        onward: Onward | None = None,
     ) -> None:
-        """Calibrate `module` while `run` passes data through it; hand its tensors to the output.
+        """Calibrate `module` while data passes through it; hand its tensors to the output.
 
-        again: a pass through the quantized module
+        run:    passes all data through the module, as it is before
+        onward: passes it through the quantized module
         """
         with self.source.loaded(module, name, without):
-            with Calibration(module, name, without) as calibration:
-                self.importance.only_where_asked(calibration)
-                gptq = self.gptq.begin(calibration.modules) if self.gptq else None
-                with (
-                    computing_in(module, self.dtype),
-                    gptq or contextlib.nullcontext(),
-                    self._until_seen(module, calibration) if again else contextlib.nullcontext(),
-                ):
-                    run()
-                if gptq is not None:
-                    gptq.weigh()
-                calibration.sync()
-                self.importance.exchange(calibration)
-                self._note_unseen(calibration)
-                if gptq is not None:
-                    gptq.regroup()
-                calibration.finish()
-                found = {
-                    n: ModuleResult(None, observed_tokens(m))
-                    for n, m in calibration.modules.items()
-                }
-                if gptq is not None:
-                    found.update(gptq.finish())
-                self._note_unweighed(calibration)
-            if self.propagate and again is not None:
-                rounded = rounded_once(calibration.modules.values())
-                with computing_in(module, self.dtype, scales=True), rounded:
-                    again()
+            stages = self._stages(module, name, onward) if onward is not None else None
+            if onward is None or stages is None:
+                found = self._in_passes(module, name, without, run, onward)
+            else:
+                found = self._in_stages(module, name, stages, onward)
             if self._hopeless():  # the run goes on only to name all that saw nothing
                 return
             self.output.add(module, name, without)
-            for each, quantized in calibration.modules.items():
+            for each, quantized in with_schemes(module, name, without).items():
                 result = found[each]
                 if result.error is None:  # against the weight as it is now, which is as it was
                     error = self.output.errors.get(each)
@@ -294,13 +293,98 @@ class Run:
                     result = replace(result, error=error)
                 self.result.modules[each] = result
 
+    def _in_passes(
+        self,
+        module: Module,
+        name: str,
+        without: Module | None,
+        run: Callable[[], None],
+        onward: Onward | None,
+    ) -> dict[str, ModuleResult]:
+        """Decide on all modules after one pass; another shows the next layer what comes of it."""
+        with Calibration(module, name, without) as calibration:
+            gptq = self._begin(calibration)
+            with (
+                computing_in(module, self.dtype),
+                gptq or contextlib.nullcontext(),
+                self._until_seen(module, calibration) if onward else contextlib.nullcontext(),
+            ):
+                run()
+            found = self._decide(calibration, gptq)
+        if onward is not None:
+            rounded = rounded_once(calibration.modules.values())
+            with computing_in(module, self.dtype, scales=True), rounded:
+                onward.take(forward() for forward in onward.forwards)
+        return found
+
+    def _in_stages(
+        self, layer: Module, name: str, stages: list[list[str]], onward: Onward
+    ) -> dict[str, ModuleResult]:
+        """Decide on the modules of a layer in the order of their calls, in a single pass."""
+        modules = with_schemes(layer, name)
+        parts = [[modules[each] for each in stage] for stage in stages]
+        found: dict[str, ModuleResult] = {}
+        with (
+            computing_in(layer, self.dtype, without=modules.values()),
+            contextlib.ExitStack() as decided,
+            Staged(parts, onward.forwards, holding_budget(self.device)) as staged,
+        ):
+            for index, stage in enumerate(stages):
+                with Calibration(layer, name, stage=stage) as calibration:
+                    gptq = self._begin(calibration)
+                    assert gptq is not None
+                    staged.run_to(index, calibration.show, gptq.show)
+                    found |= self._decide(calibration, gptq)
+                for module in parts[index]:
+                    decided.enter_context(computing_in(module, self.dtype, scales=True))
+                decided.enter_context(rounded_once(parts[index]))
+            onward.take(staged.finish())
+        return found
+
+    def _stages(self, layer: Module, name: str, onward: Onward) -> list[list[str]] | None:
+        """Return the modules of a layer in the order of their calls; None where two passes it is.
+
+        That is without GPTQ, where outputs or the states of attention are observed, where the data
+        may say which modules are called, and where the server fuses modules of different inputs.
+        """
+        modules = with_schemes(layer, name)
+        outputs = any(_scheme(m).output_activations is not None for m in modules.values())
+        if self.gptq is None or outputs or not modules:
+            return None
+        with computing_in(layer, self.dtype, without=modules.values()):
+            stages = find_stages(modules, onward.forwards[0], onward.tokens)
+        stage_of = {each: i for i, stage in enumerate(stages or ()) for each in stage}
+        fused = fused_groups(stage_of)
+        return stages if all(len({stage_of[n] for n in g}) == 1 for g in fused) else None
+
+    def _begin(self, calibration: Calibration) -> Gathering | None:
+        """Before any data: settle who gathers what."""
+        self.importance.only_where_asked(calibration)
+        return self.gptq.begin(calibration.modules) if self.gptq else None
+
+    def _decide(self, calibration: Calibration, gptq: Gathering | None) -> dict[str, ModuleResult]:
+        """After all data: find the parameters of the modules, and round their weights."""
+        if gptq is not None:
+            gptq.weigh()
+        calibration.sync()
+        self.importance.exchange(calibration)
+        self._note_unseen(calibration)
+        if gptq is not None:
+            gptq.regroup()
+        calibration.finish()
+        found = {n: ModuleResult(None, observed_tokens(m)) for n, m in calibration.modules.items()}
+        if gptq is not None:
+            found.update(gptq.finish())
+        self._note_unweighed(calibration)
+        return found
+
     def _until_seen(self, layer: Module, calibration: Calibration) -> Any:
         """End the first of two passes where nothing is left to be seen, such as before `down_proj`.
 
         Outputs, and the states of attention, are seen only when a module has run.
         """
         inputs = all(base in ("weight", "input") for _, base, _ in calibration.observers())
-        if not self.propagate or not inputs or not calibration.modules:
+        if not inputs or not calibration.modules:
             return contextlib.nullcontext()
         return Until(layer, calibration.modules.values())
 
@@ -371,6 +455,10 @@ class Run:
                 + ", ".join(names)
             )
         return config.model_copy(update={"config_groups": {**extra, **groups}})
+
+
+def _scheme(module: Any) -> Any:
+    return module.quantization_scheme
 
 
 def _of_activations(parameter: str) -> bool:

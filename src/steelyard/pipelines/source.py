@@ -172,19 +172,27 @@ class Source:
 
 
 @contextlib.contextmanager
-def computing_in(module: Module, dtype: torch.dtype | None, scales: bool = False) -> Iterator[None]:
+def computing_in(
+    module: Module,
+    dtype: torch.dtype | None,
+    scales: bool = False,
+    without: Iterable[Module] = (),
+) -> Iterator[None]:
     """Give `module` parameters of a wider type for a while; what it had comes back unchanged.
 
     dtype:  None leaves everything as it is
     scales: quantization parameters too, which else keep the type that they are stored in
+    without: modules within it that stay as they are
     """
+    left_out = {parameter for each in without for parameter in each.parameters()}
     kept: list[tuple[Parameter, torch.Tensor]] = []
     try:
         for name, parameter in module.named_parameters() if dtype is not None else ():
             assert dtype is not None
             real = parameter.device.type != "meta" and parameter.is_floating_point()
             fixed = name.endswith(("_scale", "_zero_point")) and not scales
-            if real and parameter.dtype.itemsize < dtype.itemsize and not fixed:
+            left = fixed or parameter in left_out
+            if real and parameter.dtype.itemsize < dtype.itemsize and not left:
                 kept.append((parameter, parameter.data))
                 parameter.data = parameter.data.to(dtype)
         yield
