@@ -3,7 +3,8 @@
     GPTQModifier(scheme="W4A16", ignore=["lm_head"])
 
 The scales come from an observer, as for `QuantizationModifier`; calibration data then decides which
-way each weight is rounded. Each layer sees what the quantized layers before it give.
+way each weight is rounded. Each module sees what the quantized modules before it give, also those
+of its own layer.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from steelyard.pipelines.plan import Plan
 from steelyard.pipelines.result import ModuleResult
 from steelyard.pipelines.weight_errors import relative_error
 
-__all__ = ["GPTQ", "moment_bytes"]
+__all__ = ["GPTQ", "Gathering", "moment_bytes", "waiting_bytes"]
 
 
 class GPTQ:
@@ -129,6 +129,15 @@ def moment_bytes(plan: Plan) -> int:
             layer = number[1] if number else planned.name
             sizes[layer] = sizes.get(layer, 0) + 4 * planned.shape[1] ** 2
     return max(sizes.values(), default=0)
+
+
+def waiting_bytes(plan: Plan, budget: int) -> int:
+    """Return about how much batches hold that wait before the widest module of a layer.
+
+    Beside its input in fp32: the hidden state, the one that flowed in, and the normalized one.
+    """
+    widest = max((planned.shape[1] for planned in plan.quantized), default=0)
+    return min(4 * plan.tokens * (3 * plan.hidden + widest), budget)
 
 
 def _scheme(module: Any) -> Any:

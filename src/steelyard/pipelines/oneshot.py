@@ -24,15 +24,16 @@ from steelyard.errors import DataError, PlanError, nearest
 from steelyard.modifiers import GPTQModifier
 from steelyard.pipelines.data import load_samples
 from steelyard.pipelines.data_limits import check_numbers, learned_positions
-from steelyard.pipelines.gptq import moment_bytes
+from steelyard.pipelines.gptq import moment_bytes, waiting_bytes
 from steelyard.pipelines.identity import identity_of
 from steelyard.pipelines.plan import Left, Plan, make_plan
 from steelyard.pipelines.restoring import restored_on_error
 from steelyard.pipelines.result import Result
-from steelyard.pipelines.run import Run
+from steelyard.pipelines.run import Run, model_device
 from steelyard.pipelines.saving import Output, save_as_quantized
 from steelyard.pipelines.schemes import apply_schemes
 from steelyard.pipelines.source import Source
+from steelyard.pipelines.staged import holding_budget
 from steelyard.pipelines.streaming import budget_of, jobs_of, restack
 from steelyard.pipelines.tokenizer import tokenizer_of
 from steelyard.recipes import Recipe, load_recipe
@@ -77,7 +78,8 @@ def oneshot(
     pipeline:     sequential (layer by layer) | basic (the whole model at once) | datafree (from
                   file to file); auto takes the last where no data is needed, else the first
     propagate_error: show each layer what the quantized layers before it give, at the cost of a
-                  second pass; None does so where a modifier asks for it
+                  second pass where the recipe has no GPTQModifier; None does so where a modifier
+                  asks for it
     uncalibrated: what a module that no token reached gets: an error, or weights-only
     resume:       take up a run for the same output that did not end; False starts anew
     dry_run:      stop after the plan
@@ -117,6 +119,9 @@ def oneshot(
         plan.passes = 2 if propagate_error else 1
     if any(isinstance(m, GPTQModifier) for m in loaded.modifiers):
         plan.moments = moment_bytes(plan)
+        if propagate_error:
+            plan.passes = 1.5
+            plan.waiting = waiting_bytes(plan, holding_budget(model_device(source.model)))
     if show_progress or (show_progress is None and sys.stderr.isatty()):
         print(plan, file=sys.stderr)
     result = Result(plan, loaded, model=model if isinstance(model, Module) else None)

@@ -71,8 +71,9 @@ class Plan:
     hidden: int = 0
     tokens: int = 0  # that will flow through the model
     budget: int = 0  # bytes of the source that a stream holds at once
-    passes: int = 1  # of the tokens through each layer
+    passes: float = 1  # of the tokens through each layer; second moments cost as much as half a one
     moments: int = 0  # bytes of the second moments that GPTQ holds for a layer
+    waiting: int = 0  # bytes of the batches that wait inside of a layer for GPTQ
 
     @property
     def output_bytes(self) -> int:
@@ -92,14 +93,15 @@ class Plan:
         """About how many bytes a run from a folder holds at once, beside the libraries.
 
         One layer, or all that is outside of the layers; with data once more in fp32, and the
-        hidden states. A stream holds what is on its way, and as much again for what it makes of it.
+        hidden states; for GPTQ second moments, and what waits inside of a layer. A stream holds
+        what is on its way, and as much again for what it makes of it.
         """
         if self.budget:
             return 2 * self.budget
         inside = sum(_bytes(p.dtype, p.shape) for p in self.quantized) // max(self.layers, 1)
         outside = sum(left.nbytes for left in self.left) + self.small_bytes
         weights = max(inside, outside) * (3 if self.tokens else 1)
-        return weights + 4 * self.tokens * self.hidden + self.moments
+        return weights + 4 * self.tokens * self.hidden + self.moments + self.waiting
 
     def require(self) -> None:
         """Raise if anything in the plan cannot work."""

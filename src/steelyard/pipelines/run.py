@@ -42,7 +42,7 @@ from steelyard.pipelines.staged import Staged, find_stages, holding_budget
 from steelyard.pipelines.streaming import Stream
 from steelyard.pipelines.weight_errors import weight_error
 
-__all__ = ["Run"]
+__all__ = ["Run", "model_device"]
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Run:
         self.importance = RunImportance(result.recipe)
         self.unseen: list[str] = []
         self.weights_only_schemes: dict[str, QuantizationScheme] = {}
-        self.device = _device(source.model)
+        self.device = model_device(source.model)
         self.dtype = fast_dtype(source.dtype, self.device)
         modifiers = [m for m in result.recipe.modifiers if isinstance(m, GPTQModifier)]
         self.gptq = GPTQ(modifiers[0], result.notes) if modifiers else None
@@ -465,6 +465,7 @@ def _of_activations(parameter: str) -> bool:
     return parameter.startswith(("input_", "output_"))
 
 
-def _device(model: Module) -> torch.device:
+def model_device(model: Module) -> torch.device:
+    """Return where the weights are that are in memory; the CPU if none is."""
     devices: Iterator[torch.device] = (p.device for p in model.parameters())
     return next((d for d in devices if d.type != "meta"), torch.device("cpu"))

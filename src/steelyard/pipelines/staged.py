@@ -181,24 +181,18 @@ def held_bytes(frame: FrameType | None) -> int:
     found: dict[int, int] = {}
     while frame is not None:
         variables = frame.f_locals
-        for tensor in _tensors(list(variables.values())):
-            storage = tensor.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
+        values = list(variables.values())
+        while values:
+            value = values.pop()
+            if isinstance(value, torch.Tensor):
+                storage = value.untyped_storage()
+                found[storage.data_ptr()] = storage.nbytes()
+            elif isinstance(value, (tuple, list, dict)):
+                values += value.values() if isinstance(value, dict) else value
         if isinstance(variables, dict) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
             variables.clear()  # a copy before Python 3.13, which would keep the tensors alive
         frame = frame.f_back
     return sum(found.values())
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _tensors(each)
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _tensors(each)
 
 
 def _irregular() -> PipelineError:
