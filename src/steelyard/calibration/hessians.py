@@ -1,20 +1,24 @@
 """Second moments of what flows into modules, H = sum of x^T x, gathered by hooks.
 
 Layers that are called with the same tensor (q, k and v; gate and up) share one: it is computed once
-and held once. Which layers do is seen in the first pass and must not change after it.
+and held once. Which layers do is seen in the first pass and must not change after it. Several ranks
+gather each its own batches, and `meet` brings together what they have; the order of additions is
+that of `kernels.lane_sum`, whatever their number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
+from steelyard.distributed import Ranks
 from steelyard.errors import CalibrationError
 from steelyard.kernels.hessian import accumulate, symmetric
+from steelyard.kernels.lane_sum import LANES, LaneSum, Partial, whole
 from steelyard.observers.padding import real_tokens
 
 __all__ = ["Hessians"]
@@ -23,10 +27,15 @@ __all__ = ["Hessians"]
 class _Moment:
     """One second moment, and how many tokens it was summed over."""
 
-    def __init__(self, columns: int, device: torch.device) -> None:
-        self.sum = torch.zeros(columns, columns, device=device)
+    def __init__(self, columns: int, device: torch.device, first: int) -> None:
+        self.columns = columns
+        self.device = device
+        self.sum = LaneSum(self.zero, first)
         self.tokens = 0
         self.last: torch.Tensor | None = None  # what was added last
+
+    def zero(self) -> torch.Tensor:
+        return torch.zeros(self.columns, self.columns, device=self.device)
 
 
 class Hessians:
@@ -34,11 +43,21 @@ class Hessians:
 
     modules: those to gather for, by name
     offload: keep the moments on the CPU, wherever the modules are
+    lane:    returns that of the batch which flows; see `kernels.lane_sum`
+    ranks:   those that gather together
     """
 
-    def __init__(self, modules: Mapping[str, Module], offload: bool = False) -> None:
+    def __init__(
+        self,
+        modules: Mapping[str, Module],
+        offload: bool = False,
+        lane: Callable[[], int] = lambda: 0,
+        ranks: Ranks | None = None,
+    ) -> None:
         self.modules = dict(modules)
         self.offload = offload
+        self.lane = lane
+        self.ranks = ranks or Ranks()
         self._moments: dict[str, _Moment] = {}
         self._latest: _Moment | None = None
         self._handles: list[RemovableHandle] = []
@@ -67,7 +86,8 @@ class Hessians:
             latest = self._latest
             if latest is None or latest.last is not x:
                 device = torch.device("cpu") if self.offload else x.device
-                latest = _Moment(x.shape[-1], device)
+                first = self.ranks.rank * LANES // self.ranks.count
+                latest = _Moment(x.shape[-1], device, first)
             moment = self._moments[name] = latest
         if moment.last is x:  # a layer that shares it was here first
             return
@@ -77,7 +97,7 @@ class Hessians:
                 "shared its input before; their inputs cannot be told apart any more"
             )
         real = real_tokens(x, "input")
-        accumulate(moment.sum, real.to(moment.sum.device))
+        accumulate(moment.sum.lane(self.lane()), real.to(moment.device))
         moment.tokens += real.numel() // real.shape[-1]
         moment.last = x
         self._latest = moment
@@ -88,14 +108,65 @@ class Hessians:
     def tokens(self, name: str) -> int:
         return self._moments[name].tokens if name in self._moments else 0
 
+    def meet(self, owners: Mapping[str, int]) -> None:
+        """Bring together what all ranks gathered; each must call this, once, after the last batch.
+
+        owners: the rank that needs the moment of a module; the others forget it
+        """
+        if self.ranks.count == 1:
+            return
+        known: dict[tuple[str, ...], tuple[int, int]] = {}  # who shares -> columns, tokens
+        for shared in self.ranks.gather(self._described()):
+            for names, (columns, tokens) in shared.items():
+                known[names] = (columns, tokens + known.get(names, (0, 0))[1])
+        if len({name for names in known for name in names}) != sum(map(len, known)):
+            raise CalibrationError(
+                "modules share their inputs in another way on one rank than on another: "
+                + "; ".join(", ".join(names) for names in known)
+            )
+        for names in sorted(known):  # in one order on all ranks
+            columns, tokens = known[names]
+            mine = self._moments.get(names[0])
+            partials = [] if mine is None else mine.sum.partials()
+            mine = mine or _Moment(columns, self._device(names[0]), 0)
+            mine.tokens = tokens
+            total = None
+            for owner in sorted({owners[name] for name in names}):
+                found = self.ranks.collect(_copies(partials), owner)
+                if owner == self.ranks.rank:
+                    total = whole([p for part in found for p in part], mine.zero)
+            mine.sum = LaneSum(mine.zero)
+            if total is not None:
+                mine.sum.lane(0).copy_(total)
+            self._moments.update(dict.fromkeys(names, mine))
+
+    def _described(self) -> dict[tuple[str, ...], tuple[int, int]]:
+        moments: dict[int, list[str]] = {}
+        for name, moment in self._moments.items():
+            moments.setdefault(id(moment), []).append(name)
+        first = {tuple(names): self._moments[names[0]] for names in moments.values()}
+        return {names: (moment.columns, moment.tokens) for names, moment in first.items()}
+
+    def _device(self, name: str) -> torch.device:
+        weight: Any = self.modules[name].weight
+        return torch.device("cpu") if self.offload else weight.device
+
     def diagonal(self, name: str) -> torch.Tensor:
         """Return the sum of x^2 of each input channel."""
-        return self._moments[name].sum.diagonal().clone()
+        return self._moments[name].sum.total().diagonal().clone()
 
     def hessian(self, name: str) -> torch.Tensor:
         """Return H of a module, (columns, columns) fp32; all zero if no token reached it."""
         moment = self._moments.get(name)
         if moment is not None:
-            return symmetric(moment.sum)
+            return symmetric(moment.sum.total())
         weight: Any = self.modules[name].weight
         return torch.zeros(weight.shape[1], weight.shape[1], device=weight.device)
+
+
+def _copies(partials: list[Partial]) -> list[Partial]:
+    """Return them on the CPU, where they can be sent, and joined without changing what is here."""
+    return [
+        Partial(p.start, p.stop, None if p.value is None else p.value.to("cpu", copy=True))
+        for p in partials
+    ]

@@ -33,7 +33,8 @@ from steelyard.calibration.steps import (
     remove_observers,
     update_qparams,
 )
-from steelyard.observers import Observer, fuse_weight_observers
+from steelyard.distributed import Ranks
+from steelyard.observers import Observer, fuse_weight_observers, statistics
 
 __all__ = ["Calibration", "observed_tokens", "with_schemes"]
 
@@ -110,24 +111,33 @@ class Calibration:
             )
         )
 
-    def sync(self) -> None:
-        """Merge what the ranks of a process group have seen; once, after the last batch."""
+    def sync(self, ranks: Ranks | None = None) -> None:
+        """Merge what the ranks have seen, in the order of ranks; once, after the last batch.
+
+        ranks: None for those of the process group that is there
+        """
         if self._synced:
             return
-        works = [
-            work for _, _, observer in self.observers() for work in observer.sync_activation_stats()
-        ]
-        for work in works:
-            work.wait()
         self._synced = True
+        ranks = ranks or Ranks.current()
+        if ranks.count == 1:
+            return
+        observers = [observer for _, _, observer in self.observers()]
+        known = ranks.gather([statistics.state_of(observer) for observer in observers])
+        for observer, *states in zip(observers, *known, strict=True):
+            statistics.join(observer, states)
 
-    def finish(self) -> None:
-        """Compute every parameter; activations that were not seen keep none."""
+    def finish(self, weights: Collection[str] | None = None) -> None:
+        """Compute every parameter; activations that were not seen keep none.
+
+        weights: the modules whose weights are observed; None for all
+        """
         self.sync()
-        for module in self.modules.values():
+        chosen = self.modules if weights is None else {n: self.modules[n] for n in weights}
+        for module in chosen.values():
             observe(module, "weight")
-        for module in self.modules.values():
-            update_qparams(module, BASE_NAMES)
+        for name, module in self.modules.items():
+            update_qparams(module, BASE_NAMES if name in chosen else ACTIVATIONS)
         self._finished = True
 
     def __exit__(

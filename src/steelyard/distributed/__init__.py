@@ -1,6 +1,6 @@
 """Several processes that do one run together, as `torchrun` starts them."""
 
 from steelyard.distributed.dealing import deal, share
-from steelyard.distributed.ranks import Ranks, join_from_environment
+from steelyard.distributed.ranks import Ranks, join_from_environment, together
 
-__all__ = ["Ranks", "deal", "join_from_environment", "share"]
+__all__ = ["Ranks", "deal", "join_from_environment", "share", "together"]

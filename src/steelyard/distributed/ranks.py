@@ -9,20 +9,22 @@ repeat it. One that says nothing, because it was killed or hangs, is named by th
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pickle
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import distributed as dist
 
 from steelyard.errors import RanksError
 
-__all__ = ["Ranks", "join_from_environment"]
+__all__ = ["Ranks", "join_from_environment", "together"]
 
 Value = TypeVar("Value")
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 _LOOK = 0.5  # seconds between two looks for ranks that failed
 _ANSWER = 5.0  # seconds that a rank has to say that it is alive
@@ -37,10 +39,22 @@ def join_from_environment() -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
 
 
+def together(function: Function) -> Function:
+    """Make a function one that all ranks call, and of which each learns if it fails on another."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with Ranks.current().together():
+            return function(*args, **kwargs)
+
+    return cast(Function, call)
+
+
 class Ranks:
     """This process among those that do the run; alone where there is no process group."""
 
     _runs: ClassVar[int] = 0
+    _active: ClassVar[Ranks | None] = None  # those of the run that is under way
     _side: ClassVar[tuple[Any, Any] | None] = None  # a process group, and gloo beside it
 
     def __init__(self, rank: int = 0, count: int = 1, group: Any = None, store: Any = None) -> None:
@@ -53,7 +67,12 @@ class Ranks:
 
     @classmethod
     def current(cls) -> Ranks:
-        """Return the ranks of the process group that is there; every rank must ask."""
+        """Return the ranks of the process group that is there; every rank must ask.
+
+        Within a run that was begun `together` they are the same for all who ask.
+        """
+        if cls._active is not None:
+            return cls._active
         if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
             return cls()
         cls._runs += 1
@@ -103,24 +122,17 @@ class Ranks:
         """Return what every rank gave, in order of rank, on `target`; on the others nothing."""
         if self.count == 1:
             return [value]
-        own = _pack(value) if self.rank != target else torch.empty(0, dtype=torch.uint8)
+        own = _pack(None if self.rank == target else value)
         sizes = self._sizes(own)
-        if self.rank != target:
-            self._do(lambda: dist.isend(own, target, group=self.group))
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: len(own)] = own
+        found = [torch.empty_like(padded) for _ in sizes] if self.rank == target else None
+        self._do(lambda: dist.gather(padded, found, target, group=self.group, async_op=True))
+        if found is None:
             return []
-        found: list[Value] = []
-        for rank, size in enumerate(sizes):
-            if rank == target:
-                found.append(value)
-                continue
-            data = torch.empty(size, dtype=torch.uint8)
-
-            def receive(data: torch.Tensor = data, rank: int = rank) -> Any:
-                return dist.irecv(data, rank, group=self.group)
-
-            self._do(receive)
-            found.append(_unpack(data))
-        return found
+        values = [_unpack(data[:size]) for data, size in zip(found, sizes, strict=True)]
+        values[target] = value
+        return values
 
     def wait(self) -> None:
         """Return when every rank has come here."""
@@ -154,6 +166,7 @@ class Ranks:
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
         """Tell the others when this rank fails in here."""
+        before, Ranks._active = Ranks._active, self
         try:
             yield
         except RanksError:
@@ -164,6 +177,8 @@ class Ranks:
                     self.store.set(f"failed/{self.rank}", f"{type(error).__name__}: {error}")
                     self.store.set("failed", str(self.rank))
             raise
+        finally:
+            Ranks._active = before
 
     def at(self, place: str) -> None:
         """Say how far this rank has come, for the others' messages if it stops there."""

@@ -16,7 +16,13 @@ if TYPE_CHECKING:
     import torch
     from compressed_tensors.quantization import QuantizationArgs
 
-__all__ = ["FUSED_LAYER_NAMES", "disagreement", "fuse_weight_observers", "fused_groups"]
+__all__ = [
+    "FUSED_LAYER_NAMES",
+    "ONE_SCALE",
+    "disagreement",
+    "fuse_weight_observers",
+    "fused_groups",
+]
 
 FUSED_LAYER_NAMES: list[tuple[str, ...]] = [
     ("q_proj", "k_proj", "v_proj"),
@@ -25,6 +31,9 @@ FUSED_LAYER_NAMES: list[tuple[str, ...]] = [
     ("q_a_proj", "kv_a_proj_with_mqa"),
 ]
 """Attribute names of sibling layers that the server merges into one."""
+
+ONE_SCALE = ("tensor", "tensor_group")
+"""Strategies in which merged layers share a scale, and so are decided on together."""
 
 _FORMAT_FIELDS = (
     "num_bits",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +22,14 @@ from steelyard.observers.fusion import disagreement
 if TYPE_CHECKING:
     from steelyard.observers.base import Observer
 
-__all__ = ["IN_ORDER", "load", "merge", "save", "sync"]
+__all__ = ["IN_ORDER", "State", "join", "load", "merge", "restore", "save", "state_of", "sync"]
 
 IN_ORDER = "in order"
 """(num_observations, ...) of all parties one after the other; the observer makes of them what it
 holds (`Observer.joined`)."""
+
+State = tuple[dict[str, Any], dict[str, torch.Tensor]]
+"""What an observer is and has seen, and its statistics: what a file holds, and what ranks send."""
 
 _REDUCE: dict[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     dist.ReduceOp.MIN: torch.minimum,
@@ -122,19 +125,46 @@ def sync(observer: Observer) -> list[dist.Work]:
     return [work for work in works if work is not None]
 
 
+def state_of(observer: Observer) -> State:
+    """Return the observer's statistics, in memory of their own on the CPU."""
+    tensors = {k: v.detach().cpu().clone() for k, v in observer.get_statistics().items()}
+    return _identity(observer), tensors
+
+
+def join(observer: Observer, states: Iterable[State]) -> None:
+    """Let an observer hold what others like it have seen, one after the other, instead of its own.
+
+    An observer without memory stays as it is.
+    """
+    if not observer._act_sync_dict:
+        return
+    total = _like(observer)
+    for state in states:
+        part = _like(observer)
+        restore(part, state, "another's statistics")
+        total.merge(part)
+    restore(observer, state_of(total), "the sum of them")
+
+
+def _like(observer: Observer) -> Observer:
+    fresh: Observer = type(observer)(observer.base_name, observer.args)
+    fresh.module_name = observer.module_name
+    return fresh
+
+
 def save(observer: Observer, path: str | Path) -> None:
     """Write the statistics to a safetensors file; the file appears whole or not at all."""
     from safetensors.torch import save_file
 
     path = Path(path)
-    tensors = {k: v.detach().cpu().clone() for k, v in observer.get_statistics().items()}
+    identity, tensors = state_of(observer)
     if not tensors:
         raise StatisticsError(f"{observer.label} has observed nothing that could be saved")
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     partial.touch()
     mode = partial.stat().st_mode  # what a new file gets here; safetensors would make it private
     try:
-        save_file(tensors, partial, metadata={"steelyard": json.dumps(_identity(observer))})
+        save_file(tensors, partial, metadata={"steelyard": json.dumps(identity)})
         partial.chmod(mode)
         partial.replace(path)
     except BaseException:
@@ -154,14 +184,22 @@ def load(observer: Observer, path: str | Path) -> None:
         raise StatisticsError(f"{path} is not a readable safetensors file: {error}") from None
     if metadata is None:
         raise StatisticsError(f"{path} holds no observer statistics written by steelyard")
-    expected, found = _identity(observer), metadata
-    differing = _differing(found, expected, "in the file", "here")
+    restore(observer, (metadata, tensors), str(path))
+
+
+def restore(observer: Observer, state: State, origin: str) -> None:
+    """Replace the statistics by those of an observer like this.
+
+    origin: where they come from, for the message
+    """
+    found, tensors = state
+    differing = _differing(found, _identity(observer), "in the file", "here")
     unknown = set(tensors) - set(observer.statistic_names())
     if unknown:
         extra = f"it holds {', '.join(sorted(unknown))}, which {observer.label} does not"
         differing = "; ".join(filter(None, (differing, extra)))
     if differing:
-        raise StatisticsError(f"{path} does not fit {observer.label}: {differing}")
+        raise StatisticsError(f"{origin} does not fit {observer.label}: {differing}")
     observer.reset()
     in_order = {n: v for n, v in tensors.items() if observer._act_sync_dict.get(n) == IN_ORDER}
     for name, value in tensors.items():

@@ -7,13 +7,14 @@ will be stored, so that the batches that flow on, and the packing, find what was
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from torch.nn import Module, Parameter
 
 from steelyard.calibration.hessians import Hessians
+from steelyard.distributed import Ranks
 from steelyard.kernels.gptq import GPTQResult, activation_order, solve
 from steelyard.modifiers import GPTQModifier
 from steelyard.modifiers.gptq import REGROUPING
@@ -33,24 +34,30 @@ class GPTQ:
         self.modifier = modifier
         self.notes = notes
 
-    def begin(self, modules: Mapping[str, Module]) -> Gathering:
+    def begin(
+        self, modules: Mapping[str, Module], lane: Callable[[], int], ranks: Ranks
+    ) -> Gathering:
         """Return what gathers, while it is entered or shown, for the weights among `modules`.
 
         Observers that weigh columns need not gather any more: H has it on its diagonal.
+
+        lane, ranks: see `Hessians`
         """
         weighed = {
             name: module
             for name, module in modules.items()
             if isinstance(module, torch.nn.Linear) and _scheme(module).weights is not None
         }
-        return Gathering(self, weighed)
+        return Gathering(self, weighed, lane, ranks)
 
 
 class Gathering(Hessians):
     """The modules of a stage, or of a layer."""
 
-    def __init__(self, gptq: GPTQ, modules: Mapping[str, Module]) -> None:
-        super().__init__(modules, gptq.modifier.offload_hessians)
+    def __init__(
+        self, gptq: GPTQ, modules: Mapping[str, Module], lane: Callable[[], int], ranks: Ranks
+    ) -> None:
+        super().__init__(modules, gptq.modifier.offload_hessians, lane, ranks)
         self.gptq = gptq
         self._weighing: dict[str, ImportanceObserver] = {}
         for name, module in self.modules.items():
@@ -65,17 +72,18 @@ class Gathering(Hessians):
         for name in self.modules:
             self._see(name, x)
 
-    def weigh(self) -> None:
+    def weigh(self, names: Collection[str]) -> None:
         """Tell the observers what was gathered for them."""
         for name, observer in self._weighing.items():
-            if tokens := self.tokens(name):
+            if name in names and (tokens := self.tokens(name)):
                 observer.add_importance(self.diagonal(name), tokens)
 
-    def regroup(self) -> None:
+    def regroup(self, names: Collection[str]) -> None:
         """Give columns of like importance one group, where the activation order asks for that."""
         if self.gptq.modifier.actorder not in REGROUPING:
             return
-        for name, module in self.modules.items():
+        for name in self.modules.keys() & names:
+            module = self.modules[name]
             order = activation_order(self.hessian(name))
             size = _scheme(module).weights.group_size or len(order)
             groups = torch.empty_like(order)
@@ -84,9 +92,10 @@ class Gathering(Hessians):
                 "weight_g_idx", Parameter(groups.to(torch.int32), requires_grad=False)
             )
 
-    def finish(self) -> dict[str, ModuleResult]:
-        """Solve for every module, whose scales must be known by now."""
-        return {name: self._solve(name, module) for name, module in self.modules.items()}
+    def finish(self, names: Collection[str]) -> dict[str, ModuleResult]:
+        """Solve for modules, whose scales must be known by now."""
+        chosen = {name: module for name, module in self.modules.items() if name in names}
+        return {name: self._solve(name, module) for name, module in chosen.items()}
 
     @torch.no_grad()
     def _solve(self, name: str, module: Any) -> ModuleResult:

@@ -11,7 +11,7 @@ import torch
 
 from steelyard.checkpoint import Shards
 
-__all__ = ["identity_of"]
+__all__ = ["digest_of", "identity_of"]
 
 _PACKAGES = ("steelyard", "compressed-tensors", "torch")
 
@@ -24,9 +24,6 @@ def identity_of(
     tokens: the calibration data, if there is any
     """
     config = (shards.folder / "config.json").read_bytes()
-    digest = hashlib.sha256()
-    for batch in tokens:
-        digest.update(str(tuple(batch.shape)).encode() + batch.contiguous().numpy().tobytes())
     return {
         "version": {name: _version(name) for name in _PACKAGES},
         "source": {
@@ -36,8 +33,15 @@ def identity_of(
         },
         "recipe": recipe,
         "options": options,
-        "calibration data": digest.hexdigest(),
+        "calibration data": digest_of(tokens),
     }
+
+
+def digest_of(tokens: Iterable[torch.Tensor]) -> str:
+    digest = hashlib.sha256()
+    for batch in tokens:
+        digest.update(str(tuple(batch.shape)).encode() + batch.contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _file(path: Any) -> str:

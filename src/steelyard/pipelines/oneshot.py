@@ -19,13 +19,13 @@ from typing import Any
 from compressed_tensors.quantization import QuantizationConfig, disable_quantization
 from torch.nn import Module
 
-from steelyard.distributed import Ranks
+from steelyard.distributed import Ranks, together
 from steelyard.errors import DataError, PlanError, nearest
 from steelyard.modifiers import GPTQModifier
 from steelyard.pipelines.data import load_samples
 from steelyard.pipelines.data_limits import check_numbers, learned_positions
 from steelyard.pipelines.gptq import moment_bytes, waiting_bytes
-from steelyard.pipelines.identity import identity_of
+from steelyard.pipelines.identity import digest_of, identity_of
 from steelyard.pipelines.plan import Left, Plan, make_plan
 from steelyard.pipelines.restoring import restored_on_error
 from steelyard.pipelines.result import Result
@@ -44,6 +44,7 @@ PIPELINES = ("auto", "sequential", "basic", "datafree")
 UNCALIBRATED = ("error", "weights-only")
 
 
+@together
 def oneshot(
     model: Any,
     recipe: Any = None,
@@ -94,6 +95,8 @@ def oneshot(
         batch_size=batch_size,
         seed=seed,
     )
+    ranks = Ranks.current()
+    show_progress = show_progress if ranks.is_first else False
     loaded = load_recipe(recipe)
     config = _config_of(loaded)
     streams = _streams(model, loaded, config, pipeline)
@@ -129,8 +132,6 @@ def oneshot(
     if dry_run:
         return result
     plan.require()
-    ranks = Ranks.current()
-    show_progress = show_progress if ranks.is_first else False
     run = Run(source, result, uncalibrated, propagate_error, show_progress, ranks)
     run.importance.load(source, plan, result.notes)
     needs_data = loaded.needs_data
@@ -161,26 +162,26 @@ def oneshot(
             max_positions=learned_positions(source.model),
         )
         result.notes.append(samples.description)
+    tokens = samples.batches if samples is not None else ()
+    _check_alike(ranks, {"recipe": loaded.text, "calibration data": digest_of(tokens)})
     identity = None
     if source.shards is not None and output_dir is not None:
         options = {"pipeline": pipeline, "propagate_error": propagate_error}
         options |= run.importance.digests()
-        tokens = samples.batches if samples is not None else ()
         identity = identity_of(source.shards, loaded.text, options, tokens)
     given = restored_on_error(model) if result.model is not None else contextlib.nullcontext()
     destination = Output.open(
         source, output_dir, overwrite, tokenizer or processor, identity, resume, ranks
     )
-    with ranks.together(), given, destination as run.output:
+    with given, destination as run.output:
         run.take_up()
         if streams:
             run.stream()
         else:
             source.model.eval()
             apply_schemes(source.model, config)
-            source.model.apply(
-                disable_quantization
-            )  # until its calibration, a module runs as it is
+            # until its calibration, a module runs as it is
+            source.model.apply(disable_quantization)
             if samples is None:
                 run.weights_only()
             elif pipeline == "basic":
@@ -233,6 +234,17 @@ def _config_of(recipe: Recipe) -> QuantizationConfig:
     config = quantizing[0].quantization_config()
     assert config is not None
     return config
+
+
+def _check_alike(ranks: Ranks, what: dict[str, str]) -> None:
+    """Refuse ranks that were started with different things."""
+    for rank, other in enumerate(ranks.gather(what)):
+        for name, value in other.items():
+            if value != what[name]:
+                raise DataError(
+                    f"ranks {rank} and {ranks.rank} have different {name}; all ranks must be "
+                    "started with the same"
+                )
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

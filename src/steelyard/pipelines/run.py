@@ -6,23 +6,25 @@ data pass, compute the parameters, and hand the tensors to the output.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from steelyard.calibration import Calibration
 from steelyard.calibration.lifecycle import observed_tokens, with_schemes
-from steelyard.distributed import Ranks
+from steelyard.distributed import Ranks, deal, share
 from steelyard.errors import CalibrationError, PipelineError
+from steelyard.kernels.lane_sum import lane_of
 from steelyard.modifiers import GPTQModifier
-from steelyard.observers.fusion import fused_groups
+from steelyard.observers.fusion import ONE_SCALE, fused_groups
 from steelyard.pipelines.data import Samples
 from steelyard.pipelines.gptq import GPTQ, Gathering
 from steelyard.pipelines.importance import RunImportance
@@ -43,6 +45,8 @@ from steelyard.pipelines.streaming import Stream
 from steelyard.pipelines.weight_errors import weight_error
 
 __all__ = ["Run", "model_device"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,8 @@ class Run:
         self.ranks = ranks
         self.done = 0  # layers
         self.streamed: dict[int, int] = {}  # shard -> its jobs that are done
+        self._lanes: list[int] = []  # of this rank's batches; see `kernels.lane_sum`
+        self._lane = 0  # of the batch that flows
         self.calibrated = False  # all modules are, and their tensors written
         self._mark_cost = 0.0  # seconds, of the last one
 
@@ -135,7 +141,8 @@ class Run:
             return
         sequence = LayerSequence(self.source.model)
         source, model, layers = self.source, self.source.model, sequence.layers
-        total = len(samples.batches) * (len(layers) + 1)
+        mine = self._share(samples)
+        total = len(mine) * (len(layers) + 1)
         with progress("calibrating", total, self.show) as advance:
             first = f"{sequence.name}.0"
             with (
@@ -143,11 +150,12 @@ class Run:
                 self._outside(sequence),
                 computing_in(model, self.dtype),
             ):
-                batches = sequence.start(self._batches(samples), advance)
+                batches = sequence.start([tokens for _, tokens in mine], advance)
+            numbered = {i: batch for (i, _), batch in zip(mine, batches, strict=True)}
             if self.done:
                 assert self.output.writer is not None
                 work = self.output.writer.work.path
-                load_hidden(batches, work / f"hidden-{self.done}.safetensors")
+                load_hidden(numbered, work.glob(f"hidden-*-{self.done}.safetensors"))
                 advance(self.done * len(batches))
             for index, layer in enumerate(layers):
                 if index < self.done:
@@ -161,19 +169,20 @@ class Run:
                         advance()
 
                 def run(forwards: Sequence[Callable[[], torch.Tensor]] = forwards) -> None:
-                    if not self.propagate:
-                        take(forward() for forward in forwards)
-                        return
-                    for forward in forwards:
-                        forward()
+                    outputs = (forward() for forward in self._in_lanes(forwards))
+                    if self.propagate:
+                        collections.deque(outputs, maxlen=0)
+                    else:
+                        take(outputs)
 
-                onward = Onward(forwards, take, batches[0].input_ids.numel())
+                tokens = batches[0].input_ids.numel() if batches else 0
+                onward = Onward(forwards, take, tokens)
                 name = f"{sequence.name}.{index}"
                 self._module(layer, name, None, run, onward if self.propagate else None)
-                self._layer_done(index, batches)
+                self._layer_done(index, numbered)
 
             def run_rest() -> None:
-                for batch in batches:
+                for batch in self._in_lanes(batches):
                     sequence.finish(batch)
 
             self._rest(sequence.name, layers, run_rest)
@@ -181,10 +190,11 @@ class Run:
     def whole(self, samples: Samples) -> None:
         if self.calibrated:
             return
-        with progress("calibrating", len(samples.batches), self.show) as advance:
+        mine = [tokens for _, tokens in self._share(samples)]
+        with progress("calibrating", len(mine), self.show) as advance:
 
             def run() -> None:
-                for input_ids in self._batches(samples):
+                for input_ids in self._in_lanes(mine):
                     self.source.model(input_ids=input_ids, use_cache=False)
                     advance()
 
@@ -202,8 +212,18 @@ class Run:
     def _outside(self, sequence: LayerSequence) -> Any:
         return self.source.loaded(self.source.model, "", sequence.layers, ("lm_head",))
 
-    def _batches(self, samples: Samples) -> list[torch.Tensor]:
-        return [batch.to(self.device) for batch in samples.batches]
+    def _share(self, samples: Samples) -> list[tuple[int, torch.Tensor]]:
+        """Return this rank's batches, each with its place among all; know their lanes from now."""
+        batches, ranks = samples.batches, self.ranks
+        mine = share(len(batches), ranks.rank, ranks.count)
+        self._lanes = [lane_of(i, len(batches)) for i in mine]
+        return [(i, batches[i].to(self.device)) for i in mine]
+
+    def _in_lanes(self, values: Sequence[T]) -> Iterator[T]:
+        """Yield what there is of each of this rank's batches, and note the lane that it is in."""
+        for lane, value in zip(self._lanes, values, strict=True):
+            self._lane = lane
+            yield value
 
     # -- stopping and going on ----------------------------------------------------------------
 
@@ -243,16 +263,20 @@ class Run:
             "notes": self.result.notes,
         }
 
-    def _layer_done(self, index: int, batches: list[Batch] | None = None) -> None:
+    def _layer_done(self, index: int, batches: dict[int, Batch] | None = None) -> None:
         """Record, when it is time, that a layer is done, and what flows into the next."""
         self.done = index + 1
         writer = self.output.writer
-        if writer is None or not writer.due(self._mark_cost):
+        if writer is None or not self.ranks.broadcast(writer.due(self._mark_cost)):
             return
         started = time.monotonic()
-        path = writer.work.path / f"hidden-{self.done}.safetensors"
+        path = writer.work.path / f"hidden-{self.ranks.rank}-{self.done}.safetensors"
         if batches is not None:
             save_hidden(batches, path)
+        self.ranks.wait()
+        if not self.ranks.is_first:
+            return
+        if batches is not None:
             self.importance.keep(writer.work.path, self.done)
         writer.mark(self.state())
         for old in writer.work.path.glob("*-*"):
@@ -284,8 +308,9 @@ class Run:
                 found = self._in_stages(module, name, stages, onward)
             if self._hopeless():  # the run goes on only to name all that saw nothing
                 return
-            self.output.add(module, name, without)
-            for each, quantized in with_schemes(module, name, without).items():
+            schemes = with_schemes(module, name, without)
+            self.output.add(module, name, without, _owners(schemes, self.ranks.count))
+            for each, quantized in schemes.items():
                 result = found[each]
                 if result.error is None:  # against the weight as it is now, which is as it was
                     error = self.output.errors.get(each)
@@ -333,7 +358,10 @@ class Run:
                 with Calibration(layer, name, stage=stage) as calibration:
                     gptq = self._begin(calibration)
                     assert gptq is not None
-                    staged.run_to(index, calibration.show, gptq.show)
+                    show = functools.partial(
+                        _to_next, self._in_lanes([gptq.show] * len(onward.forwards))
+                    )
+                    staged.run_to(index, calibration.show, show)
                     found |= self._decide(calibration, gptq)
                 for module in parts[index]:
                     decided.enter_context(computing_in(module, self.dtype, scales=True))
@@ -351,8 +379,11 @@ class Run:
         outputs = any(_scheme(m).output_activations is not None for m in modules.values())
         if self.gptq is None or outputs or not modules:
             return None
-        with computing_in(layer, self.dtype, without=modules.values()):
-            stages = find_stages(modules, onward.forwards[0], onward.tokens)
+        stages = None
+        if self.ranks.is_first:  # who always has a batch
+            with computing_in(layer, self.dtype, without=modules.values()):
+                stages = find_stages(modules, onward.forwards[0], onward.tokens)
+        stages = self.ranks.broadcast(stages)
         stage_of = {each: i for i, stage in enumerate(stages or ()) for each in stage}
         fused = fused_groups(stage_of)
         return stages if all(len({stage_of[n] for n in g}) == 1 for g in fused) else None
@@ -360,23 +391,61 @@ class Run:
     def _begin(self, calibration: Calibration) -> Gathering | None:
         """Before any data: settle who gathers what."""
         self.importance.only_where_asked(calibration)
-        return self.gptq.begin(calibration.modules) if self.gptq else None
+        if self.gptq is None:
+            return None
+        return self.gptq.begin(calibration.modules, lambda: self._lane, self.ranks)
 
     def _decide(self, calibration: Calibration, gptq: Gathering | None) -> dict[str, ModuleResult]:
         """After all data: find the parameters of the modules, and round their weights."""
+        ranks, modules = self.ranks, calibration.modules
+        owners = _owners(modules, ranks.count)
+        mine = [name for name in modules if owners[name] == ranks.rank]
+        calibration.sync(ranks)
         if gptq is not None:
-            gptq.weigh()
-        calibration.sync()
+            gptq.meet(owners)
+            gptq.weigh(mine)
         self.importance.exchange(calibration)
         self._note_unseen(calibration)
+        known = len(self.result.notes)
         if gptq is not None:
-            gptq.regroup()
-        calibration.finish()
-        found = {n: ModuleResult(None, observed_tokens(m)) for n, m in calibration.modules.items()}
+            gptq.regroup(mine)
+        calibration.finish(mine)
+        found = {n: ModuleResult(None, observed_tokens(m)) for n, m in modules.items()}
         if gptq is not None:
-            found.update(gptq.finish())
+            found.update(gptq.finish(mine))
         self._note_unweighed(calibration)
+        if ranks.count > 1:
+            found.update(self._tell(modules, mine, found, known, gptq is not None))
         return found
+
+    def _tell(
+        self,
+        modules: Mapping[str, Module],
+        mine: list[str],
+        found: Mapping[str, ModuleResult],
+        known: int,
+        solved: bool,
+    ) -> dict[str, ModuleResult]:
+        """Give the other ranks what was found for the weights dealt to this one, and take theirs.
+
+        known:  how many notes there were before
+        solved: the weights themselves have changed
+        """
+        notes, gathered = self.result.notes, self.importance.gathered
+        own = {n: (_of_weight(modules[n], solved), found[n], gathered.get(n)) for n in mine}
+        results: dict[str, ModuleResult] = {}
+        for rank, (news, told) in enumerate(self.ranks.gather((own, notes[known:]))):
+            if rank == self.ranks.rank:
+                continue
+            notes += told
+            for name, (tensors, result, importance) in news.items():
+                for leaf, value in tensors.items():
+                    tensor = value.to(self.device)
+                    modules[name].register_parameter(leaf, Parameter(tensor, requires_grad=False))
+                results[name] = result
+                if importance is not None:
+                    gathered[name] = importance
+        return results
 
     def _until_seen(self, layer: Module, calibration: Calibration) -> Any:
         """End the first of two passes where nothing is left to be seen, such as before `down_proj`.
@@ -459,6 +528,41 @@ class Run:
 
 def _scheme(module: Any) -> Any:
     return module.quantization_scheme
+
+
+def _to_next(calls: Iterator[Callable[[torch.Tensor], None]], x: torch.Tensor) -> None:
+    next(calls)(x)
+
+
+def _owners(modules: Mapping[str, Module], ranks: int) -> dict[str, int]:
+    """Deal the weights of modules to ranks, those that share a scale to one."""
+    units: dict[str, list[str]] = {name: [name] for name in modules}
+    for group in fused_groups(modules):
+        args = _scheme(modules[group[0]]).weights
+        if args is not None and args.strategy in ONE_SCALE:
+            units[group[0]] = [name for name in group if name in units]
+            for name in group[1:]:
+                units.pop(name, None)
+    weights = [sum(_weight_cost(modules[name]) for name in unit) for unit in units.values()]
+    owners = deal(weights, ranks)
+    return {
+        name: owner for unit, owner in zip(units.values(), owners, strict=True) for name in unit
+    }
+
+
+def _weight_cost(module: Any) -> float:
+    weight = module._parameters.get("weight")
+    return 0.0 if weight is None else float(weight.numel())
+
+
+def _of_weight(module: Module, solved: bool) -> dict[str, torch.Tensor]:
+    """Return the parameters of a module that come of its weight."""
+    parameters = {name: p.data for name, p in module._parameters.items() if p is not None}
+    return {
+        name: value.cpu()
+        for name, value in parameters.items()
+        if name.startswith("weight_") or (solved and name == "weight")
+    }
 
 
 def _of_activations(parameter: str) -> bool:

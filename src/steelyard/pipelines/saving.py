@@ -35,6 +35,9 @@ from steelyard.pipelines.weight_errors import relative_error
 
 __all__ = ["Output", "save_as_quantized"]
 
+Packed = tuple[dict[str, torch.Tensor], float | None]
+"""What the file holds for a module, by leaf, and the relative error of its weight."""
+
 
 class Output:
     """Where the tensors of a run go; without a folder, nowhere."""
@@ -77,25 +80,51 @@ class Output:
         """How far an earlier run came, in the words of its last marks, one of each rank."""
         return [] if self.writer is None else self.writer.progress
 
-    def add(self, root: Module, prefix: str, without: Module | None) -> None:
-        """Write the quantized modules of `root`, and its other tensors if they lie in memory."""
+    def add(
+        self,
+        root: Module,
+        prefix: str,
+        without: Module | None,
+        owners: Mapping[str, int] | None = None,
+    ) -> None:
+        """Write the quantized modules of `root`, and its other tensors if they lie in memory.
+
+        owners: which rank packs a module; the first rank writes them all
+        """
         if self.writer is None:
             return
+        ranks, owners = self.writer.ranks, owners or {}
         left_out = set() if without is None else set(without.modules())
-        for name, module in root.named_modules():
-            if module in left_out:
+        modules = {
+            f"{prefix}.{name}".strip("."): module
+            for name, module in root.named_modules()
+            if module not in left_out
+        }
+        packed: dict[str, Packed] = {}
+        if ranks.count > 1:  # else one after the other is packed and written
+            mine = {p: m for p, m in modules.items() if owners.get(p, 0) == ranks.rank}
+            packed = {p: own for p, m in mine.items() if (own := _pack(m)) is not None}
+            for theirs in ranks.collect(packed):
+                packed.update(theirs)
+        for path, module in modules.items():
+            if not ranks.is_first:
+                self._release(module)
                 continue
-            path = f"{prefix}.{name}".strip(".")
             parameters = {n: p.data for n, p in module._parameters.items() if p is not None}
             if getattr(module, "quantization_scheme", None) is not None:
-                parameters = self._add_quantized(path, module, parameters)
+                parameters = self._add_quantized(path, module, parameters, packed.pop(path, None))
             parameters.update(own_buffers(module))
             for leaf, value in parameters.items():
                 self._add(f"{path}.{leaf}".strip("."), value)
             self._release(module)
+        self.errors.update(ranks.broadcast({p: e for p, e in self.errors.items() if p in modules}))
 
     def _add_quantized(
-        self, path: str, module: Module, parameters: dict[str, torch.Tensor]
+        self,
+        path: str,
+        module: Module,
+        parameters: dict[str, torch.Tensor],
+        packed: Packed | None,
     ) -> dict[str, torch.Tensor]:
         """Write what quantization made of a module; return what is left of its parameters."""
         scheme: Any = module.quantization_scheme
@@ -107,10 +136,9 @@ class Output:
                 if not (leaf.endswith("zero_point") and scheme.input_activations.symmetric):
                     self.writer.add(self.source.key(f"{path}.{leaf}"), value)
             return bias
-        errors = torch.zeros(len(weight), dtype=torch.float64)
-        stored = stored_tensors(weight, parameters, scheme, errors=errors)
-        if scheme.weights is not None:
-            self.errors[path] = relative_error(float(errors.sum()), weight)
+        stored, error = packed or _pack(module) or ({}, None)
+        if error is not None:
+            self.errors[path] = error
         key = self.source.key(f"{path}.weight")
         if self.source.shards is not None and key not in self.source.shards:
             raise PipelineError(
@@ -261,6 +289,20 @@ class Output:
         with tempfile.TemporaryDirectory() as temporary:
             self.tokenizer.save_pretrained(temporary)
             self.writer.carry_files(Path(temporary))
+
+
+def _pack(module: Any) -> Packed | None:
+    """Return what the file holds for a quantized module, and how far that is from its weight."""
+    scheme = getattr(module, "quantization_scheme", None)
+    parameters = {n: p.data for n, p in module._parameters.items() if p is not None}
+    weight = parameters.pop("weight", None)
+    if scheme is None or weight is None:
+        return None
+    parameters.pop("bias", None)
+    errors = torch.zeros(len(weight), dtype=torch.float64)
+    stored = stored_tensors(weight, parameters, scheme, errors=errors)
+    error = None if scheme.weights is None else relative_error(float(errors.sum()), weight)
+    return stored, error
 
 
 def save_as_quantized(

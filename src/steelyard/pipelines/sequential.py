@@ -12,7 +12,7 @@ is refused.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -125,8 +125,10 @@ class LayerSequence:
 
         The parameters outside the layers must be in memory, and those of the first layer.
         """
+        started: list[Batch] = []
+        if not batches:  # as on a rank that got none
+            return started
         wraps = self._returns_tuple(batches[0][:, :1])
-        started = []
         for input_ids in batches:
             batch = Batch(input_ids, torch.empty(0))
             previous: list[torch.Tensor] = []
@@ -235,16 +237,22 @@ class LayerSequence:
         return value
 
 
-def save_hidden(batches: list[Batch], path: Path) -> None:
-    """Write what flows into the next layer; it is on the disk when this returns."""
-    save_file({str(i): batch.hidden.contiguous() for i, batch in enumerate(batches)}, path)
+def save_hidden(batches: Mapping[int, Batch], path: Path) -> None:
+    """Write what flows into the next layer; it is on the disk when this returns.
+
+    batches: by their place among all batches of the run, of which this may be a part
+    """
+    save_file({str(i): batch.hidden.contiguous() for i, batch in batches.items()}, path)
     sync(path)
 
 
-def load_hidden(batches: list[Batch], path: Path) -> None:
-    with safe_open(path, "pt") as file:
-        for i, batch in enumerate(batches):
-            batch.hidden = file.get_tensor(str(i)).to(batch.hidden.device)
+def load_hidden(batches: Mapping[int, Batch], paths: Iterable[Path]) -> None:
+    """Read it, from the files of all ranks that there were."""
+    for path in paths:
+        with safe_open(path, "pt") as file:
+            for name in {str(i) for i in batches}.intersection(file.keys()):
+                batch = batches[int(name)]
+                batch.hidden = file.get_tensor(name).to(batch.hidden.device)
 
 
 def _split(

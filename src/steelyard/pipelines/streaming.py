@@ -24,7 +24,7 @@ from steelyard.checkpoint.layout import expected_tensors
 from steelyard.checkpoint.shard_file import HEADER_ROOM, entry_bytes
 from steelyard.distributed import deal
 from steelyard.observers import Observer
-from steelyard.observers.fusion import fused_groups
+from steelyard.observers.fusion import ONE_SCALE, fused_groups
 from steelyard.observers.importance import ImportanceObserver
 from steelyard.observers.importance_file import Importance
 from steelyard.pipelines.plan import Plan, Planned, search_time
@@ -38,7 +38,6 @@ _LEAST = 128 << 20  # bytes on their way, even where all tensors are small
 _SHARDS = 16  # that a checkpoint is cut into, so that as many ranks can write,
 _LEAST_SHARD = 64 << 20  # as long as they do not get smaller than this, in bytes
 _HEADER = 64  # bytes of a header beside its entries
-_ONE_SCALE = ("tensor", "tensor_group")  # strategies in which fused layers share a scale
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ def jobs_of(view: CheckpointView, plan: Plan) -> list[Job]:
     for group in fused_groups(p.name for p in planned.values()):
         names = tuple(f"{name}.weight" for name in group)
         args = planned[names[0]].scheme.weights
-        if args is not None and args.strategy in _ONE_SCALE:
+        if args is not None and args.strategy in ONE_SCALE:
             together.update(dict.fromkeys(names, names))
     jobs: list[Job] = []
     taken: set[str] = set()
