@@ -83,6 +83,9 @@ def _keys(model: Any, shards: Shards) -> tuple[dict[str, str], dict[str, list[st
                     f"config.json makes it {tuple(tensor.shape)}; they are not of one model"
                 )
             continue
+        if tied.get(name) in keys:  # transformers takes a third of a second to tell that
+            keys[name] = keys[tied[name]]
+            continue
         parts = parts_of(model, name, tensor.to("meta"))
         if any(part not in shards for part in parts):
             missing += [name] if name in parameters else []

@@ -114,6 +114,7 @@ class Staged(Generic[T]):
         self._see: tuple[Callable[[torch.Tensor], None], ...] = ()
         self._running: _Pass
         self._held: dict[int, tuple[_Pass, int]] = {}  # batch -> what waits, and its bytes
+        self._sizes: dict[tuple[int, torch.Size], int] = {}
         self._handles: list[RemovableHandle] = []
 
     def __enter__(self) -> Staged[T]:
@@ -134,7 +135,7 @@ class Staged(Generic[T]):
             waiting, _ = self._go_on(index)
             if waiting.stack.dead:
                 raise _irregular()
-            size = held_bytes(waiting.stack.gr_frame)
+            size = self._size(waiting)
             if fits(size, (held for _, held in self._held.values()), self.budget):
                 self._held[index] = (waiting, size)
             else:
@@ -153,6 +154,15 @@ class Staged(Generic[T]):
         waiting, _ = self._held.pop(index, (None, 0))
         self._running = one = waiting or _Pass(self.forwards[index])
         return one, one.stack.switch()
+
+    def _size(self, waiting: _Pass) -> int:
+        """Return the bytes that a batch holds; those of one shape hold the same."""
+        x = waiting.inputs[self._stage]()
+        assert x is not None  # its forward has it
+        kind = (self._stage, x.shape)
+        if kind not in self._sizes:
+            self._sizes[kind] = held_bytes(waiting.stack.gr_frame)
+        return self._sizes[kind]
 
     def _called(self, module: Module, args: Any) -> None:
         """Wait where the stage is reached; refuse what was not foreseen."""
