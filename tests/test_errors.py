@@ -21,6 +21,7 @@ BUILT_IN = {
     "PlanError": ValueError,
     "RanksError": RuntimeError,
     "RecipeError": ValueError,
+    "ReportError": ValueError,
     "StatisticsError": ValueError,
     "StrategyError": ValueError,
     "UnknownNameError": KeyError,

@@ -18,6 +18,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # but never both ways.
 LAYERS = (
     ("cli",),
+    ("entry",),
     ("report", "evaluate"),
     ("pipelines", "recipes"),
     ("modifiers",),

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from steelyard import calibration, errors, kernels, modifiers, observers
+    from steelyard.entry import oneshot
     from steelyard.observers import Observer, QParamsDict, fuse_weight_observers
-    from steelyard.pipelines.oneshot import oneshot
 
     __version__: str
 
@@ -33,7 +33,7 @@ _HOMES = {
     "Observer": "steelyard.observers",
     "QParamsDict": "steelyard.observers",
     "fuse_weight_observers": "steelyard.observers",
-    "oneshot": "steelyard.pipelines.oneshot",
+    "oneshot": "steelyard.entry",
 }
 
 

@@ -24,6 +24,7 @@ __all__ = [
     "PlanError",
     "RanksError",
     "RecipeError",
+    "ReportError",
     "StatisticsError",
     "SteelyardError",
     "StrategyError",
@@ -98,6 +99,10 @@ class CheckpointError(SteelyardError, ValueError):
 
 class CheckpointInvalid(CheckpointError):
     """A written checkpoint that must not be served."""
+
+
+class ReportError(SteelyardError, ValueError):
+    """A report that cannot be read or written."""
 
 
 class UnknownNameError(SteelyardError, KeyError, ValueError):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,3 +26,17 @@ def stop_at_mark(patch: pytest.MonkeyPatch, count: int) -> None:
             raise Stop
 
     patch.setattr(CheckpointWriter, "mark", stopping)
+
+
+_TIMES = re.compile(rb'"seconds":[^"]*"peak_memory":[^"]*"created":"[^"]*"')
+_CONTINUED = re.compile(rb',?"continued after \d+ modules, which an earlier run had done"')
+
+
+def lasting(file: Path) -> bytes:
+    """Return what a file holds, but for what a report tells of the time and of interruptions."""
+    content = file.read_bytes()
+    if file.name in ("report.json", "report.html"):
+        content, times = _TIMES.subn(b"", content)
+        assert times == 1
+        content = _CONTINUED.sub(b"", content).replace(b'"notes":[,', b'"notes":[')
+    return content

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from families import small_model, token_batches
-from interruption import Stop, stop_at_mark
+from interruption import Stop, lasting, stop_at_mark
 from safetensors.torch import save_file
 
 from steelyard import oneshot
@@ -87,8 +87,7 @@ def expected(source: Path, kind: str, tmp_path_factory: pytest.TempPathFactory) 
 def contents(folder: Path) -> dict[str, str]:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {
-        str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest()
-        for file in files
+        str(file.relative_to(folder)): hashlib.sha256(lasting(file)).hexdigest() for file in files
     }
 
 

@@ -30,7 +30,14 @@ from steelyard.kernels.rounding import quantized_range, round_to_type
 if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationArgs
 
-__all__ = ["E2M1", "block_of", "quantize_and_pack", "quotient_dtype", "squared_error"]
+__all__ = [
+    "E2M1",
+    "block_of",
+    "quantize_and_pack",
+    "quotient_dtype",
+    "squared_error",
+    "stored_values",
+]
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -99,6 +106,23 @@ def squared_error(
     return float(_row_errors(weight, codes, scale, zero_point, global_scale, block).sum())
 
 
+def stored_values(
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    args: QuantizationArgs,
+    global_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return what the stored form of some weights decodes to, fp32.
+
+    weight: (n, width); each row has one scale and one zero point, (n, 1)
+    """
+    zero_point, _, rounds = _arithmetic(weight, scale, zero_point, args, global_scale, False)
+    block = (1, weight.shape[1])
+    codes = _quantize(weight, scale, zero_point, args, global_scale, block, rounds)
+    return _decoded(codes, scale, zero_point, global_scale, block)
+
+
 def _row_errors(
     weight: torch.Tensor,
     codes: torch.Tensor,
@@ -108,11 +132,22 @@ def _row_errors(
     block: tuple[int, int],
 ) -> torch.Tensor:
     """Return the squared error of each row, fp64 of shape (out,)."""
-    if zero_point is not None:
-        codes = codes - _spread(zero_point.float(), weight.shape, block)
-    effective = scale.float() if global_scale is None else scale.float() / global_scale
-    stored = codes * _spread(effective, weight.shape, block)
+    stored = _decoded(codes, scale, zero_point, global_scale, block)
     return (stored - weight.float()).double().square().sum(dim=1)
+
+
+def _decoded(
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    global_scale: torch.Tensor | None,
+    block: tuple[int, int],
+) -> torch.Tensor:
+    """Return the values of codes, fp32."""
+    if zero_point is not None:
+        codes = codes - _spread(zero_point.float(), codes.shape, block)
+    effective = scale.float() if global_scale is None else scale.float() / global_scale
+    return codes * _spread(effective, codes.shape, block)
 
 
 def _arithmetic(

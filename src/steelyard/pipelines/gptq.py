@@ -20,6 +20,7 @@ from steelyard.modifiers import GPTQModifier
 from steelyard.modifiers.gptq import REGROUPING
 from steelyard.observers.fusion import fused_groups
 from steelyard.observers.importance import ImportanceObserver
+from steelyard.pipelines.figures import module_figures, with_figures
 from steelyard.pipelines.plan import Plan
 from steelyard.pipelines.result import ModuleResult
 from steelyard.pipelines.weight_errors import relative_error
@@ -115,9 +116,10 @@ class Gathering(Hessians):
         )
         off = (module.weight.data.float() - result.weight.float()).square_()
         error = relative_error(float(off.sum(dtype=torch.float64)), module.weight.data)
+        details = with_figures(_details(result), module_figures(module, after=result.weight))
         module._parameters["weight"] = Parameter(result.weight, requires_grad=False)
         self._tell(name, result, modifier.dampening_frac or 0.0)
-        return ModuleResult(error, self.tokens(name), _details(result))
+        return ModuleResult(error, self.tokens(name), details)
 
     def _tell(self, name: str, result: GPTQResult, dampening: float) -> None:
         if result.fallback is not None:

@@ -13,6 +13,7 @@ import contextlib
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,7 @@ def oneshot(
     model_revision: str | None = None,
     trust_remote_code_model: bool = False,
     show_progress: bool | None = None,
+    leave: Callable[[Result, Path], None] | None = None,
 ) -> Result:
     """Quantize a model.
 
@@ -84,6 +86,7 @@ def oneshot(
     uncalibrated: what a module that no token reached gets: an error, or weights-only
     resume:       take up a run for the same output that did not end; False starts anew
     dry_run:      stop after the plan
+    leave:        called with the result and the folder that will be put in place, before it is
     """
     started = time.perf_counter()
     _one_of("pipeline", pipeline, PIPELINES)
@@ -128,6 +131,7 @@ def oneshot(
     if show_progress or (show_progress is None and sys.stderr.isatty()):
         print(plan, file=sys.stderr)
     result = Result(plan, loaded, model=model if isinstance(model, Module) else None)
+    result.source = _name_of(model)
     result.notes += plan.warnings
     if dry_run:
         return result
@@ -173,6 +177,12 @@ def oneshot(
     destination = Output.open(
         source, output_dir, overwrite, tokenizer or processor, identity, resume, ranks
     )
+
+    def leave_in(folder: Path) -> None:
+        result.seconds = result.seconds or time.perf_counter() - started
+        if leave is not None:
+            leave(result, folder)
+
     with given, destination as run.output:
         run.take_up()
         if streams:
@@ -192,12 +202,16 @@ def oneshot(
         final = run.final_config(config)
         folder = None
         if ranks.is_first:
-            folder = run.output.finish(final, loaded.text, result.modules, plan, run.state())
+            folder = run.output.finish(
+                final, loaded.text, result.modules, plan, run.state(), leave_in
+            )
         result.output_dir = ranks.broadcast(folder)
     if ranks.is_first:
         run.importance.save()
     if result.model is not None:
-        save_as_quantized(source, final, loaded.text, result.modules, plan, tokenizer or processor)
+        save_as_quantized(
+            source, final, loaded.text, result.modules, plan, tokenizer or processor, leave_in
+        )
     result.seconds = time.perf_counter() - started
     return result
 
@@ -245,6 +259,14 @@ def _check_alike(ranks: Ranks, what: dict[str, str]) -> None:
                     f"ranks {rank} and {ranks.rank} have different {name}; all ranks must be "
                     "started with the same"
                 )
+
+
+def _name_of(model: Any) -> str:
+    """Return what to call a model: its name on the hub, or that of its folder or class."""
+    given = getattr(model, "name_or_path", "") if isinstance(model, Module) else str(model)
+    if not given:
+        return type(model).__name__
+    return Path(given).resolve().name if Path(given).is_dir() else str(given)
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

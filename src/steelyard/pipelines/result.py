@@ -18,7 +18,8 @@ class ModuleResult:
 
     error:   squared error of the stored weight, over the sum of squares of the weight
     tokens:  how many calibration tokens reached it
-    details: what an algorithm tells beyond that, in JSON's types
+    details: what an algorithm tells beyond that, in JSON's types; under "figures" what a report
+             shows (`steelyard.pipelines.figures`)
     """
 
     error: float | None
@@ -30,7 +31,8 @@ class ModuleResult:
 class Result:
     """What a run did.
 
-    model: the module that was given, now quantized; None where the source was a folder
+    model:  the module that was given, now quantized; None where the source was a folder
+    source: the name of what was quantized
     """
 
     plan: Plan
@@ -40,3 +42,4 @@ class Result:
     model: Any = None
     seconds: float = 0.0
     notes: list[str] = field(default_factory=list)
+    source: str = ""

@@ -26,6 +26,7 @@ from steelyard.kernels.lane_sum import lane_of
 from steelyard.modifiers import GPTQModifier
 from steelyard.observers.fusion import ONE_SCALE, fused_groups
 from steelyard.pipelines.data import Samples
+from steelyard.pipelines.figures import module_figures, with_figures
 from steelyard.pipelines.gptq import GPTQ, Gathering
 from steelyard.pipelines.importance import RunImportance
 from steelyard.pipelines.progress import progress
@@ -410,7 +411,11 @@ class Run:
         if gptq is not None:
             gptq.regroup(mine)
         calibration.finish(mine)
-        found = {n: ModuleResult(None, observed_tokens(m)) for n, m in modules.items()}
+        figures = {name: with_figures({}, module_figures(modules[name])) for name in mine}
+        found = {
+            n: ModuleResult(None, observed_tokens(m), figures.get(n, {}))
+            for n, m in modules.items()
+        }
         if gptq is not None:
             found.update(gptq.finish(mine))
         self._note_unweighed(calibration)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -187,10 +187,12 @@ class Output:
         modules: Mapping[str, Any],
         plan: Plan,
         progress: dict[str, Any] | None = None,
+        leave: Callable[[Path], None] | None = None,
     ) -> Path | None:
         """Copy what is left, write the configuration, and check what was written.
 
         progress: what a later run is told if this one ends before the checkpoint is in place
+        leave:    called with the folder when it is found good, to put more files in it
         """
         if self.writer is None:
             return None
@@ -244,6 +246,8 @@ class Output:
                     f"what was written to {folder} is not as it should be:\n{listed}\n"
                     "It was not moved to its place; resume=False starts anew."
                 )
+            if leave is not None:
+                leave(folder)
 
         return self.writer.finish(content, check)
 
@@ -312,6 +316,7 @@ def save_as_quantized(
     modules: Mapping[str, Any],
     plan: Plan,
     tokenizer: Any,
+    leave: Callable[[Path], None] | None = None,
 ) -> None:
     """Make the module's own `save_pretrained` write what quantization made of it."""
     plain = type(source.model).save_pretrained
@@ -329,7 +334,7 @@ def save_as_quantized(
             )
         with Output.open(source, save_directory, False, tokenizer) as output:
             output.add(source.model, "", None)
-            output.finish(config, recipe, modules, plan)
+            output.finish(config, recipe, modules, plan, leave=leave)
 
     source.model.save_pretrained = save_pretrained
 

@@ -27,6 +27,7 @@ from steelyard.observers import Observer
 from steelyard.observers.fusion import ONE_SCALE, fused_groups
 from steelyard.observers.importance import ImportanceObserver
 from steelyard.observers.importance_file import Importance
+from steelyard.pipelines.figures import figures_of
 from steelyard.pipelines.plan import Plan, Planned, search_time
 from steelyard.pipelines.progress import progress
 from steelyard.pipelines.result import ModuleResult
@@ -147,7 +148,9 @@ def quantize(
         qparams = {f"weight_{k}": v for k, v in found.items() if v is not None}
         errors = torch.empty(len(weight), dtype=torch.float64)
         stored = stored_tensors(weight, qparams, planned.scheme, errors=errors)
-        yield stored, ModuleResult(relative_error(float(errors.sum()), weight), 0)
+        assert planned.scheme.weights is not None
+        details = {"figures": figures_of(weight, qparams, planned.scheme.weights)}
+        yield stored, ModuleResult(relative_error(float(errors.sum()), weight), 0, details)
 
 
 class Stream:

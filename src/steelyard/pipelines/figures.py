@@ -1,0 +1,177 @@
+"""What a report tells of one module, taken while its tensors are at hand.
+
+A sample is enough for a picture: at most `SAMPLE` weights, in short runs that are spread over the
+whole matrix. Each run lies within one group, so that it has one scale. The same weights are taken
+before and after, and a matrix that is no larger is taken whole.
+
+    {"sampled": 16384, "clipped": 0.0004,
+     "weight": {"low": -0.11, "high": 0.12, "before": [...], "after": [...]},
+     "scale": {"count": 131072, "negative": 0, "min": 2e-4, "median": 6e-3, "max": 0.02,
+               "low": -3.7, "high": -1.7, "counts": [...]},
+     "activations": {"input_scale": [0.012, 0.012]}}
+
+The histograms have equal bins from `low` to `high`, the scale's over its decimal logarithm. All is
+in JSON's types, since a run that is taken up again reads it from its journal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from torch.nn import Module
+
+from steelyard.kernels.pack import block_of, stored_values
+from steelyard.kernels.rounding import minifloat, quantized_range
+
+__all__ = ["BINS", "SAMPLE", "SCALE_BINS", "figures_of", "module_figures", "with_figures"]
+
+SAMPLE = 1 << 14  # weights
+BINS, SCALE_BINS = 48, 24
+_RUN = 64  # weights that lie side by side
+_GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+def figures_of(
+    weight: torch.Tensor,
+    qparams: Mapping[str, torch.Tensor],
+    args: QuantizationArgs,
+    after: torch.Tensor | None = None,
+) -> dict[str, Any]:
+    """Return the figures of a quantized weight.
+
+    weight:  (out, in), as it was
+    qparams: `weight_scale`, `weight_zero_point`, `weight_global_scale`, `weight_g_idx`
+    after:   (out, in), what became of it; None where each weight goes to the nearest value
+    """
+    rows, columns = weight.shape
+    scale, groups = qparams["weight_scale"], qparams.get("weight_g_idx")
+    # a second scale is told only by the formats that have one
+    global_scale = qparams.get("weight_global_scale") if args.strategy == "tensor_group" else None
+    height, width = block_of(args, rows, columns)
+    run = 1 if groups is not None else math.gcd(columns, width, _RUN)
+    first = _spread_out(rows * columns // run, SAMPLE // run, weight.device) * run
+    row, column = first // columns, first % columns  # (runs,)
+    block = column // width if groups is None else groups[column].long()
+    across = math.ceil(columns / width)
+    of_run = row // height * across + block
+
+    places = (row[:, None], column[:, None] + torch.arange(run, device=weight.device))
+    before = weight[places]  # (runs, run)
+    scales = scale.reshape(-1)[of_run][:, None]
+    zeros = None if args.symmetric else qparams["weight_zero_point"].reshape(-1)[of_run][:, None]
+    became = before if after is None else after[places]
+    became = stored_values(became, scales, zeros, args, global_scale)
+    return {
+        "sampled": before.numel(),
+        "clipped": _clipped(before, scales, zeros, args, global_scale),
+        "weight": _weights(before.float(), became),
+        "scale": _scales(scale, global_scale),
+    }
+
+
+def module_figures(module: Module, after: torch.Tensor | None = None) -> dict[str, Any]:
+    """Return the figures of a module whose parameters are known."""
+    scheme: Any = module.quantization_scheme
+    found = {n: p.data for n, p in module._parameters.items() if p is not None}
+    figures: dict[str, Any] = {}
+    if scheme.weights is not None and "weight" in found and "weight_scale" in found:
+        figures = figures_of(found["weight"], found, scheme.weights, after)
+    activations = {
+        name: [_short(float(end)) for end in value.float().aminmax()]
+        for name, value in found.items()
+        if name.endswith("_scale") and not name.startswith("weight_") and value.numel()
+    }
+    return {**figures, "activations": activations} if activations else figures
+
+
+def with_figures(details: dict[str, Any], figures: dict[str, Any]) -> dict[str, Any]:
+    """Return the details of a module's result with its figures among them, if there are any."""
+    return {**details, "figures": figures} if figures else details
+
+
+def _spread_out(count: int, wanted: int, device: torch.device) -> torch.Tensor:
+    """Return at most `wanted` of `count` places, one at an uneven place of each equal part.
+
+    Even steps would fall on the same columns in every row.
+    """
+    wanted = max(wanted, 1)
+    if count <= wanted:
+        return torch.arange(count, device=device)
+    part = torch.arange(wanted, dtype=torch.float64)
+    return ((part + part * _GOLDEN % 1) * (count / wanted)).long().to(device)
+
+
+def _clipped(
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    args: QuantizationArgs,
+    global_scale: torch.Tensor | None,
+) -> float:
+    """Return the share that lies outside of the range by more than half of the step at its end."""
+    low, high = quantized_range(args)
+    step = 1.0
+    if args.type == "float":
+        step = 2.0 ** (math.floor(math.log2(high)) - minifloat(args.num_bits)[0])
+    scaled = weight.float() / _effective(scale, global_scale)
+    if zero_point is not None:
+        scaled = scaled + zero_point.float()
+    outside = (scaled < low - step / 2) | (scaled > high + step / 2)
+    return _short(int(outside.sum()) / max(outside.numel(), 1))
+
+
+def _weights(before: torch.Tensor, after: torch.Tensor) -> dict[str, Any]:
+    ends = [float(end) for t in (before, after) for end in t.aminmax()]
+    low, high = _range(min(ends), max(ends))
+    return {
+        "low": low,
+        "high": high,
+        "before": _histogram(before, BINS, low, high),
+        "after": _histogram(after, BINS, low, high),
+    }
+
+
+def _scales(scale: torch.Tensor, global_scale: torch.Tensor | None) -> dict[str, Any]:
+    every = scale.reshape(-1)
+    low, high = (float(end) for end in every.float().aminmax())
+    negative = int((every.float() < 0).sum()) if low < 0 else 0
+    some = every[_spread_out(len(every), SAMPLE, every.device)]
+    sizes = _effective(some, global_scale).abs()
+    unit = 1.0 if global_scale is None else 1 / float(global_scale)
+    smallest, largest = low * unit, high * unit
+    if low < 0:
+        smallest, largest = (float(end) * unit for end in every.float().abs().aminmax())
+    logarithms = sizes.clamp_min(torch.finfo(torch.float32).tiny).log10()
+    first, last = _range(*(float(end) for end in logarithms.aminmax()))
+    return {
+        "count": len(every),
+        "negative": negative,
+        "min": _short(smallest),
+        "median": _short(float(sizes.median())),
+        "max": _short(largest),
+        "low": first,
+        "high": last,
+        "counts": _histogram(logarithms, SCALE_BINS, first, last),
+    }
+
+
+def _effective(scale: torch.Tensor, global_scale: torch.Tensor | None) -> torch.Tensor:
+    return scale.float() if global_scale is None else scale.float() / global_scale.float()
+
+
+def _range(low: float, high: float) -> tuple[float, float]:
+    """Return a range with some width, in few digits that still hold all values."""
+    margin = (high - low) * 1e-5 or abs(low) * 0.1 or 1.0
+    return _short(low - margin), _short(high + margin)
+
+
+def _histogram(values: torch.Tensor, bins: int, low: float, high: float) -> list[int]:
+    return [int(n) for n in torch.histc(values.float().cpu(), bins, low, high).tolist()]
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.6g}")

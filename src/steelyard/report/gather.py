@@ -1,0 +1,225 @@
+"""From what a run returns to the sections of its report."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections import Counter
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from platform import python_version
+from typing import Any
+
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+from steelyard.checkpoint.layout import format_of
+from steelyard.checkpoint.shards import Shards
+from steelyard.checkpoint.written import PARAMETER
+from steelyard.pipelines.plan import Plan, Planned
+from steelyard.pipelines.result import ModuleResult, Result
+from steelyard.report.sections import LeftOut, ModuleReport, SchemeUse, Summary, decibels
+
+__all__ = ["left_of", "modules_of", "peak_memory", "summary_of"]
+
+_PACKAGES = ("steelyard", "torch", "compressed-tensors", "safetensors", "transformers")
+
+
+def modules_of(result: Result) -> list[ModuleReport]:
+    """Return all modules that a run quantized, in the order of the model."""
+    planned = {p.name: p for p in result.plan.quantized}
+    names = [n for n in (*planned, *result.plan.attention) if n in result.modules]
+    stacks = Counter(_place(name)[0] for name in names if _place(name)[1] is not None)
+    main = stacks.most_common(1)[0][0] if stacks else ""
+    found = []
+    for name in dict.fromkeys(names):
+        stack, depth, expert, rest = _place(name)
+        kind = rest if depth is None or stack == main else f"{stack}.*.{rest}"
+        about = _weight_of(planned.get(name), result.modules[name])
+        found.append(ModuleReport(name=name, kind=kind, depth=depth, expert=expert, **about))
+    return found
+
+
+def _weight_of(planned: Planned | None, module: ModuleResult) -> dict[str, Any]:
+    details = {key: value for key, value in module.details.items() if key != "figures"}
+    about: dict[str, Any] = {
+        "shape": None,
+        "scheme": "states of attention",
+        "observer": None,
+        "bytes_before": None,
+        "bytes_after": None,
+        "error": module.error,
+        "snr": decibels(module.error),
+        "tokens": module.tokens,
+        "details": details,
+        **module.details.get("figures", {}),
+    }
+    if planned is not None:
+        rows, columns = planned.shape
+        weights = planned.scheme.weights
+        about |= {
+            "shape": [rows, columns],
+            "scheme": _label(planned.scheme),
+            "observer": None if weights is None else weights.observer or "memoryless_minmax",
+            "bytes_before": rows * columns * planned.dtype.itemsize,
+            "bytes_after": planned.stored_bytes,
+        }
+    return about
+
+
+def _place(name: str) -> tuple[str, int | None, int | None, str]:
+    """Return the stack of layers that a module is in, its depth, its expert, and what it is there.
+
+    >>> _place("model.layers.3.mlp.experts.7.up_proj")
+    ('model.layers', 3, 7, 'mlp.experts.*.up_proj')
+    """
+    parts = name.split(".")
+    numbers = [i for i, part in enumerate(parts) if part.isascii() and part.isdigit()]
+    if not numbers:
+        return "", None, None, name
+    first = numbers[0]
+    expert = int(parts[numbers[1]]) if len(numbers) > 1 else None
+    rest = ["*" if i in numbers else part for i, part in enumerate(parts)][first + 1 :]
+    return ".".join(parts[:first]), int(parts[first]), expert, ".".join(rest) or "*"
+
+
+def left_of(result: Result) -> list[LeftOut]:
+    return [
+        LeftOut(name=left.name, shape=list(left.shape), bytes=left.nbytes, reason=left.reason)
+        for left in result.plan.left
+    ]
+
+
+def summary_of(result: Result, modules: list[ModuleReport], folder: Path | None) -> Summary:
+    """Return a run in a few numbers.
+
+    folder: the checkpoint; without one, its size is that which was planned
+    """
+    plan = result.plan
+    weighed = [p for p in plan.quantized if p.scheme.weights is not None]
+    weights = sum(p.shape[0] * p.shape[1] for p in weighed)
+    stored = sum(p.stored_bytes for p in weighed)
+    output_bytes, others = plan.output_bytes, None
+    if folder is not None:
+        output_bytes, others = _measured(folder)
+    ratios = {m.name: m.snr for m in modules if m.snr is not None}
+    worst = min(ratios, key=lambda name: ratios[name], default=None)
+    return Summary(
+        model=result.source,
+        schemes=_schemes(plan),
+        quantized=len(plan.quantized),
+        left=len(plan.left),
+        weights=weights,
+        source_bytes=plan.source_bytes,
+        output_bytes=output_bytes,
+        bits_per_weight=round(8 * stored / weights, 4) if weights else None,
+        bits_per_weight_overall=(
+            None if others is None else round(8 * output_bytes / (weights + others), 4)
+        ),
+        median_snr=statistics.median(ratios.values()) if ratios else None,
+        worst_snr=None if worst is None else ratios[worst],
+        worst_module=worst,
+        tokens=max((m.tokens for m in modules), default=0),
+        seconds=round(result.seconds, 3),
+        peak_memory=peak_memory(),
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        versions=_versions(),
+    )
+
+
+def _measured(folder: Path) -> tuple[int, int]:
+    """Return the bytes of a checkpoint's tensors, and how many numbers are not quantized."""
+    with Shards(folder) as shards:
+        infos = {name: shards.info(name) for name in shards}
+    others = 0
+    for name, info in infos.items():
+        module, _, leaf = name.rpartition(".")
+        codes = leaf == "weight" and f"{module}.weight_scale" in infos
+        if not codes and not PARAMETER.fullmatch(leaf):
+            count = 1
+            for size in info.shape:
+                count *= size
+            others += count
+    return sum(info.nbytes for info in infos.values()), others
+
+
+def _schemes(plan: Plan) -> list[SchemeUse]:
+    uses: dict[str, list[Planned]] = {}
+    for planned in plan.quantized:
+        uses.setdefault(planned.group, []).append(planned)
+    found = []
+    for members in uses.values():
+        scheme = members[0].scheme
+        found.append(
+            SchemeUse(
+                label=_label(scheme),
+                format=format_of(scheme),
+                weights=_words(scheme.weights, of_weights=True),
+                inputs=_words(scheme.input_activations),
+                outputs=_words(scheme.output_activations),
+                modules=len(members),
+            )
+        )
+    if plan.attention:
+        cache = plan.config.kv_cache_scheme
+        states = QuantizationArgs.model_validate(cache) if isinstance(cache, dict) else cache
+        found.append(
+            SchemeUse(
+                label="states of attention",
+                format="scales",
+                inputs=_words(states),
+                modules=len(plan.attention),
+            )
+        )
+    return found
+
+
+def _label(scheme: QuantizationScheme) -> str:
+    """Return a scheme's name in the usual shorthand: bits of the weights, bits of what flows in.
+
+    >>> _label(preset_name_to_scheme("FP8_DYNAMIC", ["Linear"]))
+    'W8A8-FP'
+    """
+    sides = (scheme.weights, scheme.input_activations)
+    bits = [16 if side is None else side.num_bits for side in sides]
+    floats = any(side is not None and side.type == "float" for side in sides)
+    return f"W{bits[0]}A{bits[1]}" + ("-FP" if floats else "")
+
+
+def _words(args: QuantizationArgs | None, of_weights: bool = False) -> str | None:
+    """Return a type and how its scales are laid out, in words."""
+    if args is None:
+        return None
+    plain = args.model_dump(mode="json")  # words, not members of an enum
+    words = [f"{plain['type']}{args.num_bits}", str(plain["strategy"] or "tensor")]
+    words[-1] = words[-1].replace("_", " ")
+    if args.group_size and args.group_size > 0:
+        words[-1] += f" of {args.group_size}"
+    if args.block_structure:
+        words[-1] += " of " + " x ".join(map(str, args.block_structure))
+    words.append("symmetric" if args.symmetric else "asymmetric")
+    if of_weights:
+        words.append(args.observer or "memoryless_minmax")
+    elif args.dynamic:
+        words.append("found while serving")
+    return ", ".join(words)
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def peak_memory() -> int | None:
+    """Return the most bytes that this process held so far, where the system tells."""
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,62 @@
+"""One page of HTML: a template, its style, its scripts and the report as data.
+
+The data stands in a script element that is never run, with every character escaped that could end
+it, and the scripts build the page from text alone. What may run is named by its hash, so a name in
+a checkpoint cannot bring anything to life, and the page may not load anything from anywhere.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+from importlib import resources
+
+__all__ = ["page_of"]
+
+_SCRIPTS = (
+    "words.js",
+    "charts.js",
+    "heat.js",
+    "scales.js",
+    "table.js",
+    "module.js",
+    "comparison.js",
+    "page.js",
+)
+_UNSAFE = "<>&\u2028\u2029"  # in a script element
+
+
+def page_of(report: str, name: str | None) -> str:
+    """Return the page of a report, which is given as JSON.
+
+    name: stands in the title of the window
+    """
+    style = _file("page.css")
+    script = '"use strict";\n(() => {\n' + "\n".join(map(_file, _SCRIPTS)) + "\n})();\n"
+    policy = (
+        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    parts = {
+        "policy": policy,
+        "title": html.escape(f"{name} · Steelyard" if name else "Steelyard"),
+        "style": style,
+        "data": report.translate({ord(c): f"\\u{ord(c):04x}" for c in _UNSAFE}),
+        "script": script,
+    }
+    pieces = _file("page.html").split("{{")
+    filled = [pieces[0]]
+    for piece in pieces[1:]:  # one pass: what is filled in is not looked at again
+        key, rest = piece.split("}}", 1)
+        filled += [parts[key], rest]
+    return "".join(filled)
+
+
+def _file(name: str) -> str:
+    return (resources.files("steelyard.report") / "template" / name).read_text("utf-8")
+
+
+def _hash(text: str) -> str:
+    digest = hashlib.sha256(text.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
