@@ -20,7 +20,7 @@ OLDEST_TESTS := $(wildcard tests/observers tests/conformance tests/properties te
 OLDEST_TESTS += tests/pipelines/test_gptq.py  # which stores g_idx only there
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest check bench e2e clean
+.PHONY: help demo test test-oldest browser check bench e2e clean
 
 # One thread per test process, or the workers fight over the cores.
 test test-oldest: export OMP_NUM_THREADS := 1
@@ -31,12 +31,29 @@ help:  ## show this list
 demo: $(READY)  ## quantize a small model, from start to end
 	$(VENV)/bin/python examples/quantize_small_model.py
 
-test: $(READY)  ## run all tests, then those of test-oldest
+test: $(READY) browser  ## run all tests, then those of test-oldest
 	$(VENV)/bin/python -m pytest -n $(WORKERS)
 	$(MAKE) test-oldest
 
 test-oldest: $(READY_OLDEST)  ## run the tests of the core with the oldest supported versions
 	$(OLDEST)/bin/python -m pytest -n $(WORKERS) $(OLDEST_TESTS)
+
+# The report's page is tested in a real browser.
+browser:  ## install Chromium, where there is none
+	@for name in chromium chromium-browser google-chrome google-chrome-stable; do \
+		command -v $$name >/dev/null && exit 0; \
+	done; \
+	if ! command -v apt-get >/dev/null; then \
+		echo "the tests need Chromium: install it, so that chromium or google-chrome is on PATH" >&2; \
+		exit 1; \
+	elif [ "$$(id -u)" = 0 ]; then \
+		apt-get update -q && apt-get install -q -y --no-install-recommends chromium; \
+	elif command -v sudo >/dev/null; then \
+		sudo apt-get update -q && sudo apt-get install -q -y --no-install-recommends chromium; \
+	else \
+		echo "the tests need Chromium: as root, run apt-get install chromium" >&2; \
+		exit 1; \
+	fi
 
 check: $(READY)  ## lint, formatting and types
 	$(VENV)/bin/ruff check

@@ -30,7 +30,7 @@ from steelyard.kernels.rounding import minifloat, quantized_range
 __all__ = ["BINS", "SAMPLE", "SCALE_BINS", "figures_of", "module_figures", "with_figures"]
 
 SAMPLE = 1 << 14  # weights
-BINS, SCALE_BINS = 48, 24
+BINS, SCALE_BINS = 49, 24  # odd: zero lies inside a bin where the range is even about it
 _RUN = 64  # weights that lie side by side
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
@@ -165,7 +165,9 @@ def _effective(scale: torch.Tensor, global_scale: torch.Tensor | None) -> torch.
 
 def _range(low: float, high: float) -> tuple[float, float]:
     """Return a range with some width, in few digits that still hold all values."""
-    margin = (high - low) * 1e-5 or abs(low) * 0.1 or 1.0
+    margin = max(high - low, abs(low), abs(high)) * 1e-5
+    if high == low:
+        margin = abs(low) * 0.1 or 1.0
     return _short(low - margin), _short(high + margin)
 
 

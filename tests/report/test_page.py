@@ -1,0 +1,447 @@
+"""The page in a real browser: by mouse and by keyboard, large, narrow, dark, and under attack.
+
+That 2,000 modules are drawn, filtered and opened within two seconds is part of what the page
+promises. Times are taken inside the page, and the best of three counts.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
+from reports import HOSTILE, KINDS, hostile, layered, with_experts
+
+from steelyard.report import ComparisonRow, Report
+
+LIMIT = 2000  # milliseconds
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+SWITCHES = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+LARGE = layered(250)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    found = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if found is None:
+        pytest.fail(
+            "no Chromium is installed, and the page is tested in one: run `make browser`, or "
+            "`apt-get install chromium`"
+        )
+    with sync_playwright() as playwright:
+        running = playwright.chromium.launch(executable_path=found, args=SWITCHES)
+        yield running
+        running.close()
+
+
+@pytest.fixture
+def show(browser: Browser, tmp_path: Path) -> Iterator[Callable[..., Page]]:
+    """Open a report; at the end, nothing may have been complained of or asked for."""
+    problems: list[str] = []
+    pages = []
+
+    def opened(report: Report, width: int = 1280, scheme: Any = "light") -> Page:
+        file = tmp_path / f"report-{len(pages)}.html"
+        file.write_text(report.to_html(), "utf-8")
+        page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
+        pages.append(page)
+        page.on("console", lambda message: problems.append(f"console: {message.text}"))
+        page.on("pageerror", lambda error: problems.append(f"error: {error}"))
+        page.on(
+            "request",
+            lambda request: (
+                None if request.url == file.as_uri() else problems.append(f"asked {request.url}")
+            ),
+        )
+        page.goto(file.as_uri())
+        return page
+
+    yield opened
+    for page in pages:
+        page.close()
+    assert problems == []
+
+
+def rows(page: Page) -> Locator:
+    return page.locator(".modules .body [role=row]")
+
+
+def dialog(page: Page) -> Locator:
+    return page.get_by_role("dialog")
+
+
+def timed(page: Page, action: str) -> float:
+    """Return how long something takes until it is painted, in milliseconds; best of three."""
+    handle = page.evaluate_handle(f"() => ($) => {{ {action} }}")
+    times = [
+        page.evaluate(
+            """async (action) => {
+                const started = performance.now();
+                action((selector) => document.querySelector(selector));
+                await new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
+                return performance.now() - started;
+            }""",
+            handle,
+        )
+        for _ in range(3)
+    ]
+    return min(times)
+
+
+# -- 2,000 modules ------------------------------------------------------------------------------
+
+
+def test_large_report_is_drawn_in_time(show: Callable[..., Page]) -> None:
+    times = []
+    for _ in range(3):
+        page = show(LARGE)
+        times.append(float(page.locator("html").get_attribute("data-ready") or "inf"))
+    assert min(times) < LIMIT
+    expect(page.get_by_role("status")).to_have_text("2,000 modules")
+    expect(page.locator(".heat [data-at]")).to_have_count(2000)
+    assert rows(page).count() < 60  # only what can be seen exists
+    expect(rows(page).first).to_contain_text("model.layers.0.self_attn.q_proj")
+
+
+def test_filtering(show: Callable[..., Page]) -> None:
+    page = show(LARGE)
+    search = page.get_by_label("Search modules by name")
+    search.fill("layers.24 O_PROJ")
+    expected = [
+        m.name for m in LARGE.modules if "layers.24" in m.name and m.name.endswith("o_proj")
+    ]
+    assert len(expected) == 11
+    expect(page.get_by_role("status")).to_have_text("11 of 2,000 modules")
+    assert rows(page).locator(".k-name").all_inner_texts() == expected
+    search.fill("nowhere")
+    expect(page.get_by_text("No module matches.")).to_be_visible()
+    search.fill("")
+    page.get_by_label("All kinds").select_option("mlp.up_proj")
+    expect(page.get_by_role("status")).to_have_text("250 of 2,000 modules")
+    action = "const s = $('#search'); s.value = s.value ? '' : 'layers.1'; "
+    assert timed(page, action + "s.dispatchEvent(new Event('input'))") < LIMIT
+
+
+def test_sorting(show: Callable[..., Page]) -> None:
+    page = show(LARGE)
+    order = sorted(LARGE.modules, key=lambda m: m.snr or 0)
+    head = page.get_by_role("columnheader", name="SNR")
+    assert head.get_attribute("aria-sort") == "none"
+    head.get_by_role("button").click()
+    assert head.get_attribute("aria-sort") == "ascending"
+    expect(rows(page).first).to_contain_text(order[0].name)
+    expect(rows(page).nth(1)).to_contain_text(order[1].name)
+    head.get_by_role("button").click()
+    assert head.get_attribute("aria-sort") == "descending"
+    expect(rows(page).first).to_contain_text(order[-1].name)
+    assert timed(page, "$('.head .k-snr button').click()") < LIMIT
+
+
+def test_opening_by_mouse(show: Callable[..., Page]) -> None:
+    page = show(LARGE)
+    row = rows(page).nth(5)
+    row.click()
+    module = LARGE.modules[5]
+    expect(dialog(page)).to_be_visible()
+    expect(dialog(page).get_by_role("heading", level=2)).to_have_text(module.name)
+    assert f"{module.snr:.2f} dB" in dialog(page).inner_text()
+    expect(dialog(page).get_by_role("img")).to_have_count(2)
+    expect(dialog(page).locator("path.before")).to_have_count(1)
+    linear = dialog(page).locator("path.before").get_attribute("d")
+    dialog(page).get_by_label("Logarithmic counts").check()
+    assert dialog(page).locator("path.before").get_attribute("d") != linear
+    dialog(page).get_by_role("button", name="Next module").click()
+    expect(dialog(page).get_by_role("heading", level=2)).to_have_text(LARGE.modules[6].name)
+    dialog(page).get_by_role("button", name="Close").click()
+    expect(dialog(page)).to_be_hidden()
+    action = "$('dialog').close(); $('.modules .body [data-i=\"3\"]').click()"
+    assert timed(page, action) < LIMIT
+    expect(dialog(page)).to_be_visible()
+
+
+def test_opening_by_keyboard(show: Callable[..., Page]) -> None:
+    page = show(LARGE)
+    page.get_by_label("Search modules by name").focus()
+    page.keyboard.type("down_proj")
+    found = [m.name for m in LARGE.modules if m.name.endswith("down_proj")]
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowDown")
+    expect(page.locator(":focus")).to_contain_text(found[1])
+    assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+    page.keyboard.press("Enter")
+    expect(dialog(page).get_by_role("heading", level=2)).to_have_text(found[1])
+    page.keyboard.press("ArrowRight")
+    expect(dialog(page).get_by_role("heading", level=2)).to_have_text(found[2])
+    page.keyboard.press("Escape")
+    expect(dialog(page)).to_be_hidden()
+    expect(page.locator(":focus")).to_contain_text(found[1])
+    page.keyboard.press("End")
+    expect(page.locator(":focus")).to_contain_text(found[-1])
+    page.keyboard.press("Home")
+    expect(page.locator(":focus")).to_contain_text(found[0])
+
+
+def test_all_is_reached_with_the_tab_key(show: Callable[..., Page]) -> None:
+    page = show(layered(2))
+    reached = set()
+    for _ in range(40):
+        page.keyboard.press("Tab")
+        reached.add(
+            page.evaluate(
+                "(document.activeElement.closest('section, header') || {}).id"
+                " + ' ' + (document.activeElement.getAttribute('role')"
+                " || document.activeElement.tagName)"
+            )
+        )
+    wanted = {"map INPUT", "map gridcell", "modules INPUT", "modules row", "recipe PRE"}
+    assert wanted <= reached
+
+
+# -- the map ------------------------------------------------------------------------------------
+
+
+def test_walking_over_the_map(show: Callable[..., Page]) -> None:
+    page = show(layered(6))
+    page.locator(".heat [data-at='0/0']").focus()
+    for key in ("ArrowRight", "ArrowRight", "ArrowDown", "ArrowLeft", "ArrowLeft", "ArrowLeft"):
+        page.keyboard.press(key)
+    expected = f"model.layers.0.{KINDS[1]}"
+    assert expected in (page.locator(":focus").get_attribute("aria-label") or "")
+    expect(page.locator("#map .readout")).to_contain_text(expected)
+    page.keyboard.press("End")
+    page.keyboard.press("Enter")
+    expect(dialog(page).get_by_role("heading", level=2)).to_have_text(f"model.layers.5.{KINDS[1]}")
+    page.keyboard.press("Escape")
+    expect(page.locator(":focus")).to_have_attribute("data-at", "1/5")
+
+
+def test_colours_follow_the_measure(show: Callable[..., Page]) -> None:
+    report = layered(6)
+    page = show(report)
+    measures: dict[str, Callable[[Any], float]] = {
+        "Signal to noise": lambda m: -m.snr,
+        "Relative error": lambda m: m.error,
+        "Clipped": lambda m: m.clipped,
+        "Tokens seen": lambda m: -m.tokens,
+    }
+    for label, badness in measures.items():
+        page.get_by_role("radio", name=label, exact=True).check()
+        for extreme, level in ((max, "c11"), (min, "c0")):
+            module = extreme(report.modules, key=badness)
+            at = f"{KINDS.index(module.kind)}/{module.depth}"
+            expect(page.locator(f"#map [data-at='{at}']")).to_have_class(level)
+
+
+def test_click_on_the_map_opens_a_module(show: Callable[..., Page]) -> None:
+    page = show(layered(6))
+    page.locator("#map [data-at='2/4']").click()
+    expect(dialog(page).get_by_role("heading", level=2)).to_have_text(f"model.layers.4.{KINDS[2]}")
+
+
+def test_experts(show: Callable[..., Page]) -> None:
+    page = show(with_experts())
+    expect(page.locator("#experts [data-at]")).to_have_count(15)
+    page.locator("#experts [data-at='2/4']").focus()
+    expect(page.locator("#experts .readout")).to_have_text(
+        "model.layers.2.mlp.experts.4.up_proj: 1,014"
+    )
+    expect(page.locator("#map [data-at]")).to_have_count(3)
+    page.locator("#map [data-at='0/1']").focus()
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("status")).to_have_text("5 of 15 modules")
+    expect(page.locator(":focus")).to_contain_text("model.layers.1.mlp.experts.0")
+    page.get_by_role("button", name="5 modules of one cell").click()
+    expect(page.get_by_role("status")).to_have_text("15 modules")
+
+
+# -- what else may be there ---------------------------------------------------------------------
+
+
+def test_comparison_without_a_run(show: Callable[..., Page]) -> None:
+    made = [
+        ComparisonRow(
+            scheme=scheme,
+            observer="optimal",
+            bytes=10**7,
+            error=error,
+            layers=[error, error * 2, error],
+            evaluation={"perplexity": 8.5},
+        )
+        for scheme, error in (("W4A16", 1e-2), ("W8A16", 1e-4))
+    ]
+    page = show(Report(title="both", comparison=made))
+    expect(page.get_by_role("heading", level=1)).to_have_text("both")
+    assert page.locator("main > section").count() == 1
+    lines = page.locator("#comparison tbody tr")
+    cells = [line.locator("th, td").all_inner_texts() for line in lines.all()]
+    assert [[cell.strip() for cell in line] for line in cells] == [
+        ["W4A16", "optimal", "10.0 MB", "20.0", "0.01", "8.5"],
+        ["W8A16", "optimal", "10.0 MB", "40.0", "1.0e-4", "8.5"],
+    ]
+    expect(page.locator("#comparison path.line")).to_have_count(2)
+
+
+def test_evaluation(show: Callable[..., Page]) -> None:
+    found = {"base_perplexity": 8.0, "perplexity": 8.2, "top1_agreement": 0.95, "speed": 3.25}
+    page = show(layered(1).model_copy(update={"evaluation": found}))
+    text = page.locator("#evaluation").inner_text()
+    for part in ("8.200", "from 8.000, +2.50 %", "95.0 %", "speed", "3.25"):
+        assert part in text
+
+
+def test_empty_report(show: Callable[..., Page]) -> None:
+    page = show(Report())
+    expect(page.get_by_role("heading", level=1)).to_have_text("Comparison")
+
+
+# -- narrow, dark, hostile ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("report", [LARGE, with_experts(4, 64), hostile()], ids=["run", "moe", "x"])
+def test_nothing_sticks_out_on_a_phone(report: Report, show: Callable[..., Page]) -> None:
+    page = show(report, width=375)
+    width = "document.scrollingElement.scrollWidth"
+    assert page.evaluate(width) == 375
+    rows(page).first.click()
+    expect(dialog(page)).to_be_visible()
+    assert page.evaluate(width) == 375
+    inside = "d => [d.scrollWidth <= d.clientWidth, d.getBoundingClientRect().right <= 375]"
+    assert dialog(page).evaluate(inside) == [True, True]
+
+
+def luminance(colour: str) -> float:
+    parts = [int(part) / 255 for part in colour[colour.index("(") + 1 : -1].split(",")[:3]]
+    linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrasts(page: Page) -> dict[str, float]:
+    """Return the contrast of every text with what lies behind it, by its colours."""
+    pairs = page.evaluate(
+        """() => {
+            const found = new Set();
+            for (const node of document.querySelectorAll("body *")) {
+                const own = [...node.childNodes].some((n) => n.nodeType === 3 && n.data.trim());
+                if (!own || !node.checkVisibility() || node.closest("svg, :disabled")) continue;
+                let behind = node;
+                while (/, 0\\)$/.test(getComputedStyle(behind).backgroundColor)) {
+                    behind = behind.parentElement;
+                }
+                const text = getComputedStyle(node).color;
+                found.add(text + "/" + getComputedStyle(behind).backgroundColor);
+            }
+            return [...found];
+        }"""
+    )
+    ratios = {}
+    for pair in pairs:
+        light, dark = sorted(map(luminance, pair.split("/")), reverse=True)
+        ratios[pair] = (light + 0.05) / (dark + 0.05)
+    return ratios
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_has_contrast(scheme: str, show: Callable[..., Page]) -> None:
+    page = show(layered(3).model_copy(update={"notes": ["a note"]}), scheme=scheme)
+    rows(page).first.click()
+    ratios = contrasts(page)
+    assert len(ratios) >= 4
+    assert {pair: ratio for pair, ratio in ratios.items() if ratio < 4.5} == {}
+
+
+def test_theme_follows_the_system_until_it_is_chosen(show: Callable[..., Page]) -> None:
+    def shade(page: Page) -> bool:
+        colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        return luminance(colour) < 0.2
+
+    page = show(layered(1), scheme="dark")
+    assert shade(page)
+    page.emulate_media(color_scheme="light")
+    assert not shade(page)
+    button = page.get_by_role("button", name="Theme")
+    button.click()
+    expect(button).to_have_text("Theme: light")
+    page.emulate_media(color_scheme="dark")
+    assert not shade(page)
+    button.click()
+    page.emulate_media(color_scheme="light")
+    assert shade(page)
+
+
+def test_hostile_names_are_shown_and_not_run(show: Callable[..., Page]) -> None:
+    page = show(hostile())
+    expect(page.get_by_role("heading", level=1)).to_have_text(HOSTILE[0], use_inner_text=False)
+    shown = page.locator(".modules .body .k-name").evaluate_all(
+        "all => all.map(n => n.textContent)"
+    )
+    assert shown == list(HOSTILE)
+    for i, name in enumerate(HOSTILE):
+        rows(page).nth(i).click()
+        assert page.locator("#module-name").text_content() == name
+        page.keyboard.press("Escape")
+    assert page.locator("#notes li").evaluate_all("all => all.map(n => n.textContent)") == list(
+        HOSTILE
+    )
+    assert page.locator("#recipe pre").text_content() == "\n".join(HOSTILE)
+    assert page.evaluate("window.hacked") is None
+    assert page.locator("img, script:not([type]) ~ script, body > svg").count() == 0
+
+
+class Server(ThreadingHTTPServer):
+    """Remembers what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        super().__init__(("127.0.0.1", 0), Handler)
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        assert isinstance(self.server, Server)
+        self.server.asked.append(self.path)
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+def test_policy_forbids_the_network(browser: Browser, tmp_path: Path) -> None:
+    """Even what got into the page could not ask a server that is there for anything."""
+    (tmp_path / "report.html").write_text(layered(1).to_html(), "utf-8")
+    with Server() as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        address = f"http://127.0.0.1:{server.server_address[1]}/"
+        page = browser.new_page()
+        page.goto(address)  # it does answer
+        page.goto((tmp_path / "report.html").as_uri())
+        blocked = page.evaluate(
+            """async (address) => {
+                const found = [];
+                document.addEventListener(
+                    "securitypolicyviolation", (event) => found.push(event.effectiveDirective));
+                await fetch(address + "fetched").catch(() => {});
+                const image = new Image();
+                const failed = new Promise((done) => { image.onerror = done; });
+                image.src = address + "image";
+                document.body.append(image);
+                const script = document.createElement("script");
+                script.textContent = "window.hacked = 1";
+                document.body.append(script);
+                await failed;
+                return [found.sort(), window.hacked ?? null];
+            }""",
+            address,
+        )
+        page.close()
+        server.shutdown()
+        thread.join()
+    assert blocked == [["connect-src", "img-src", "script-src-elem"], None]
+    assert set(server.asked) <= {"/", "/favicon.ico"}
