@@ -24,7 +24,7 @@ LAYERS = (
     ("modifiers",),
     ("calibration", "checkpoint", "distributed"),
     ("observers",),
-    ("kernels",),
+    ("kernels", "demo"),
     ("errors", "registry"),
 )
 DEPTH = {name: depth for depth, layer in enumerate(LAYERS) for name in layer}
@@ -138,7 +138,7 @@ def test_checker_accepts_imports_from_beside_and_below(source: str) -> None:
     assert upward_imports(source, "steelyard.kernels", "kernels") == []
 
 
-@pytest.mark.parametrize("module", ["steelyard", "steelyard.kernels"])
+@pytest.mark.parametrize("module", ["steelyard", "steelyard.kernels", "steelyard.demo"])
 def test_import_leaves_heavy_packages_alone(module: str) -> None:
     code = (
         f"import sys, {module}\n"

@@ -1,0 +1,24 @@
+"""Where the demo model lies."""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+
+from steelyard.errors import CheckpointError
+
+__all__ = ["model_folder"]
+
+
+def model_folder() -> Path:
+    """Return the Hugging Face folder of the demo model, as it was installed.
+
+    It is part of the package: read it, and write quantized copies somewhere else.
+    """
+    folder = resources.files("steelyard.demo") / "model"
+    if not (isinstance(folder, Path) and (folder / "model.safetensors").is_file()):
+        raise CheckpointError(
+            f"the demo model is not at {folder}: install the package as files (pip install), "
+            "not as a zip archive"
+        )
+    return folder

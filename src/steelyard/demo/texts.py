@@ -1,0 +1,117 @@
+"""Texts for the demo model: the installed standard library, split into two parts.
+
+The demo model was trained on the Python files of the standard library. None of that text is kept
+in this package; it is read from where Python is installed. A hash of a file's name decides its
+part, so a file belongs to the same part on every machine and in every version of Python:
+
+    train      what the model learned from; calibration takes its texts from here
+    held_out   what the model has never seen; it is measured here
+
+Left out are tests, tables that were generated (codecs, topics of the help), and what belongs to
+the machine and not to Python (site-packages, the settings of the build).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from steelyard.errors import DataError
+
+__all__ = ["Part", "calibration_texts", "held_out_texts", "library_files", "part_of"]
+
+Part = Literal["train", "held_out"]
+
+HELD_OUT_ONE_IN = 12
+_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "encodings", "pydoc_data"})
+
+
+def part_of(name: str) -> Part:
+    """Return the part of the file `name`, its path inside the library with forward slashes.
+
+    >>> part_of("json/decoder.py"), part_of("json/scanner.py")
+    ('train', 'held_out')
+    """
+    digest = hashlib.sha256(name.encode()).digest()
+    return "held_out" if int.from_bytes(digest[:8], "big") % HELD_OUT_ONE_IN == 0 else "train"
+
+
+def library_files(part: Part, root: Path | None = None) -> dict[str, Path]:
+    """Return the files of `part`, by name in the order of their names.
+
+    `root` is the folder of the standard library; by default that of the running Python.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"]) if root is None else root
+    found = {path.relative_to(root).as_posix(): path for path in _python_files(root)}
+    files = {
+        name: found[name]
+        for name in sorted(found)
+        if part_of(name) == part and not _LEFT_OUT.intersection(name.split("/"))
+    }
+    if not files:
+        raise DataError(
+            f"no Python files of the standard library in {root}: "
+            "use a Python that is installed with its library as .py files"
+        )
+    return files
+
+
+def calibration_texts(count: int, seed: int = 0, *, characters: int = 2048) -> list[str]:
+    """Return `count` texts from the files that the demo model was trained on.
+
+    A text is whole lines of one file, at most `characters` long; no two overlap. The same seed
+    gives the same texts, and a larger count the same ones first, as long as Python is the same.
+    """
+    return _texts("train", count, seed, characters)
+
+
+def held_out_texts(count: int, seed: int = 0, *, characters: int = 2048) -> list[str]:
+    """Return `count` texts from the files that the demo model has never seen.
+
+    They are chosen as those of `calibration_texts`.
+    """
+    return _texts("held_out", count, seed, characters)
+
+
+def _python_files(root: Path) -> Iterator[Path]:
+    """Yield the files of the library's modules; what else lies in `root` is not looked into."""
+    for entry in root.iterdir():
+        if entry.name.removesuffix(".py") in sys.stdlib_module_names:
+            yield from entry.rglob("*.py") if entry.is_dir() else [entry]
+
+
+def _texts(part: Part, count: int, seed: int, characters: int) -> list[str]:
+    files = library_files(part)
+    pieces = [
+        piece for path in files.values() for piece in _pieces(path.read_text("utf-8"), characters)
+    ]
+    if not 0 < count <= len(pieces):
+        raise DataError(
+            f"count is {count}: {part} holds {len(pieces)} texts of {characters} characters, "
+            f"ask for 1 to {len(pieces)} or for shorter ones"
+        )
+    random.Random(seed).shuffle(pieces)
+    return pieces[:count]
+
+
+def _pieces(text: str, characters: int) -> Iterator[str]:
+    """Cut `text` at ends of lines into pieces that are nearly `characters` long.
+
+    What is left at the end of a file, and a piece that a very long line cuts short, are dropped
+    when they hold less than half.
+    """
+    piece = ""
+    for line in text.splitlines(keepends=True):
+        if len(piece) + len(line) > characters:
+            if 2 * len(piece) >= characters:
+                yield piece
+            piece = ""
+        if len(line) <= characters:
+            piece += line
+    if 2 * len(piece) >= characters:
+        yield piece
