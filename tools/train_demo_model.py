@@ -5,12 +5,14 @@ and for the split into training and held-out ones). A byte-level BPE is trained 
 of 2.6 million parameters in fp32 with AdamW, warm-up and a cosine. Every size that is quantized
 is a multiple of 128, so that groups of 128 and FP8 blocks fit.
 
-    python tools/train_demo_model.py                      # about half an hour on one core
+    python tools/train_demo_model.py
+    torchrun --nproc-per-node 2 tools/train_demo_model.py          # the shipped one; half an hour
     python tools/train_demo_model.py --steps 50 --work try --output try --report try/report.json
 
 The state is saved every few minutes; the same command takes up again where it was cut off. Batches
 depend on the seed and the step alone, so a run that was cut off sees what an unbroken one sees.
-The same seed, Python, torch and number of threads give the same model.
+The same seed, Python, torch and number of processes give the same model; processes share a batch
+between them and differ from a single one in the order of sums alone.
 
 At the end the folder is written (weights in bf16) and what was written is measured on the held-out
 files, beside a bigram model of the same tokens.
@@ -26,6 +28,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from bigram import Bigram
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn.functional import cross_entropy
@@ -50,13 +53,17 @@ def options() -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--vocab", type=int, default=2048)
     add("--layers", type=int, default=3)
-    add("--steps", type=int, default=4000)
+    add("--steps", type=int, default=3600)
     add("--batch", type=int, default=2, help=f"windows of {LENGTH} tokens in a step")
     add("--rate", type=float, default=2e-3, help="highest learning rate")
     add("--warmup", type=int, default=200, help="steps")
     add("--save-every", type=int, default=250, help="steps")
-    add("--threads", type=int, default=1)
+    add("--threads", type=int, default=1, help="of each process")
     return parser.parse_args()
+
+
+def rank_and_world() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def texts_of(part: Part) -> list[str]:
@@ -132,7 +139,20 @@ def new_optimizer(model: LlamaForCausalLM) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, betas=(0.9, 0.98), fused=True)
 
 
+def average_gradients(model: LlamaForCausalLM, world: int) -> None:
+    gradients = [p.grad for p in model.parameters()]
+    together = torch.cat([g.flatten() for g in gradients])
+    dist.all_reduce(together)
+    for gradient, mean in zip(
+        gradients, (together / world).split([g.numel() for g in gradients]), strict=True
+    ):
+        gradient.copy_(mean.view_as(gradient))
+
+
 def train(model: LlamaForCausalLM, tokens: torch.Tensor, opt: argparse.Namespace) -> None:
+    rank, world = rank_and_world()
+    if opt.batch % world:
+        raise SystemExit(f"--batch {opt.batch} does not divide among {world} processes")
     optimizer = new_optimizer(model)
     saved = opt.work / "state.pt"
     asked = {name: getattr(opt, name) for name in ("seed", "steps", "batch", "rate", "warmup")}
@@ -151,13 +171,17 @@ def train(model: LlamaForCausalLM, tokens: torch.Tensor, opt: argparse.Namespace
     for step in range(first, opt.steps):
         for group in optimizer.param_groups:
             group["lr"] = rate_at(step, opt.rate, opt.warmup, opt.steps)
-        loss = loss_of(model, batch_at(step, tokens, opt.batch, opt.seed))
+        loss = loss_of(model, batch_at(step, tokens, opt.batch, opt.seed)[rank::world])
         loss.backward()
+        if world > 1:
+            average_gradients(model, world)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         mean = loss.item() if step == first else 0.98 * mean + 0.02 * loss.item()
         done = step + 1
+        if rank > 0:
+            continue
         if done % 100 == 0:
             speed = (done - first) * opt.batch * LENGTH / (time.monotonic() - began)
             left = (opt.steps - done) * opt.batch * LENGTH / speed / 60
@@ -220,21 +244,31 @@ def main() -> None:
     torch.set_num_threads(opt.threads)
     torch.set_flush_denormal(True)
     opt.work.mkdir(parents=True, exist_ok=True)
+    if dist.is_torchelastic_launched():
+        dist.init_process_group("gloo")
+    rank, world = rank_and_world()
     texts = texts_of("train")
     kept = opt.work / "tokenizer.json"
-    if not kept.exists():
+    if rank == 0 and not kept.exists():
         train_tokenizer(texts, opt.vocab).save(str(kept))
+    if world > 1:
+        dist.barrier()
     tokenizer = Tokenizer.from_file(str(kept))
     tokens = tokens_of(texts, tokenizer)
     held_out = tokens_of(texts_of("held_out"), tokenizer)
     model = new_model(opt.vocab, opt.layers, opt.seed)
     print(
-        f"{len(texts)} files, {len(tokens):,} tokens to train on, {len(held_out):,} held out; "
+        f"process {rank} of {world}: {len(texts)} files, "
+        f"{len(tokens):,} tokens to train on, {len(held_out):,} held out; "
         f"{model.num_parameters():,} parameters, "
         f"{opt.steps * opt.batch * LENGTH / len(tokens):.1f} epochs",
         flush=True,
     )
     train(model, tokens, opt)
+    if world > 1:
+        dist.destroy_process_group()
+    if rank > 0:
+        return
     write(model, tokenizer, opt.output)
     found = measure(opt.output, tokens, held_out)
     settings = {name: value for name, value in vars(opt).items() if not isinstance(value, Path)} | {
