@@ -272,6 +272,7 @@ def main() -> None:
     write(model, tokenizer, opt.output)
     found = measure(opt.output, tokens, held_out)
     settings = {name: value for name, value in vars(opt).items() if not isinstance(value, Path)} | {
+        "processes": world,
         "length": LENGTH,
         "python": platform.python_version(),
         "torch": torch.__version__,
