@@ -8,6 +8,7 @@ VENV := .venv
 OLDEST := .venv-oldest
 BENCH := .venv-bench
 VLLM := .venv-vllm
+DOCS := .venv-docs
 NATIVE := $(wildcard src/steelyard/kernels/native/*)
 
 # An editable install remembers which folders were packages, so their list is part of the name of
@@ -20,7 +21,7 @@ OLDEST_TESTS := $(wildcard tests/observers tests/conformance tests/properties te
 OLDEST_TESTS += tests/pipelines/test_gptq.py  # which stores g_idx only there
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest browser check bench e2e clean
+.PHONY: help demo test test-oldest browser check docs bench e2e clean
 
 # One thread per test process, or the workers fight over the cores.
 test test-oldest: export OMP_NUM_THREADS := 1
@@ -60,6 +61,9 @@ check: $(READY)  ## lint, formatting and types
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
 
+docs: $(DOCS)/.installed  ## build the pages in docs/ as a site, in build/site
+	$(DOCS)/bin/mkdocs build
+
 bench: $(BENCH)/.installed  ## measure the kernels beside llm-compressor, and render the tables
 	$(BENCH)/bin/python benchmarks/speed.py
 	$(BENCH)/bin/python benchmarks/render.py
@@ -73,7 +77,7 @@ e2e: $(READY) $(VLLM)/.installed  ## compare vLLM with transformers: MODEL=folde
 		$(if $(TEXT),--text $(TEXT)) --json benchmarks/results/serving-$(notdir $(MODEL:/=)).json
 
 clean:  ## remove environments, builds and caches
-	rm -rf $(VENV) $(OLDEST) $(BENCH) $(VLLM) build dist
+	rm -rf $(VENV) $(OLDEST) $(BENCH) $(VLLM) $(DOCS) build dist
 	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
@@ -90,6 +94,12 @@ $(READY) $(READY_OLDEST): pyproject.toml CMakeLists.txt $(NATIVE)
 $(BENCH)/.installed: pyproject.toml CMakeLists.txt $(NATIVE) benchmarks/requirements.txt
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install -q -r benchmarks/requirements.txt -e .
+	touch $@
+
+# The pages are Markdown alone: building them needs neither torch nor this package.
+$(DOCS)/.installed: constraints.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install -q -c constraints.txt mkdocs-material
 	touch $@
 
 # vLLM for a CPU pins versions of its own, and the vision and audio packages do not load with them.

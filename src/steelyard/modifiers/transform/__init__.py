@@ -1,0 +1,1 @@
+"""The path by which llm-compressor's users know `IMatrixGatherer`."""
