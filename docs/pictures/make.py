@@ -96,7 +96,7 @@ def error(
 def memoryless_minmax() -> Picture:
     row = weights()
     scale, _ = qparams("memoryless_minmax", row, INT4)
-    picture = Picture("memoryless_minmax: the range of the weights, cut into 15 steps", 104)
+    picture = Picture("memoryless_minmax: the range of the weights, cut into 15 steps", 112)
     axis = SPREAD
     strip(
         picture,
@@ -119,7 +119,7 @@ def memoryless_mse() -> Picture:
     row = weights()
     whole, _ = qparams("memoryless_minmax", row, INT4)
     scale, _ = qparams("memoryless_mse", row, INT4)
-    picture = Picture("memoryless_mse: the multiple of the range with the least error", 300)
+    picture = Picture("memoryless_mse: the multiple of the range with the least error", 306)
     factors = [1 - i / 100 for i in range(21)]
     costs = [
         sum(min(abs(v - c) for c in int4_codes(p * whole)) ** 2.4 for v in row) for p in factors
@@ -155,7 +155,7 @@ def compare(
     for i, (name, scale) in enumerate(scales):
         stored = codes(scale)
         label = f"{name}: scale {scale:.4f}, {kind} {1e3 * error(row, stored, squares):.2f}"
-        strip(picture, top + 58 * i, label, row, stored, axis, sizes)
+        strip(picture, top + 64 * i, label, row, stored, axis, sizes)
 
 
 def optimal() -> Picture:
@@ -164,7 +164,7 @@ def optimal() -> Picture:
     searched, _ = qparams("memoryless_mse", row, INT4)
     exact, _ = qparams("optimal", row, INT4)
     mirrored, _ = qparams("optimal", row, INT4, negative_scales=True)
-    picture = Picture("optimal: every scale that bf16 has, and the best of them", 372)
+    picture = Picture("optimal: every scale that bf16 has, and the best of them", 386)
     scales = bf16_between(0.6 * whole, 1.1 * whole)
     costs = [error(row, int4_codes(s)) for s in scales]
     across = Axis(scales[0], scales[-1])
@@ -197,7 +197,7 @@ def bf16_between(low: float, high: float) -> list[float]:
 
 def imatrix_mse() -> Picture:
     row, squares = weights(), importance()
-    picture = Picture("imatrix_mse: large dots are columns into which much flows", 148)
+    picture = Picture("imatrix_mse: large dots are columns into which much flows", 150)
     plain, _ = qparams("memoryless_mse", row, INT4)
     weighed, _ = qparams("imatrix_mse", row, INT4, squares)
     named = [("memoryless_mse", plain), ("imatrix_mse", weighed)]
@@ -214,7 +214,7 @@ def fp4_group() -> list[float]:
 
 def nvfp4_expanded_mse() -> Picture:
     row = fp4_group()
-    picture = Picture("nvfp4_expanded_mse: the largest value stored as 4 instead of 6", 148)
+    picture = Picture("nvfp4_expanded_mse: the largest value stored as 4 instead of 6", 150)
     named = []
     for name in ("memoryless_minmax", "nvfp4_expanded_mse"):
         scale, divisor = qparams(name, row, NVFP4)
@@ -226,7 +226,7 @@ def nvfp4_expanded_mse() -> Picture:
 def nvfp4_expanded_imatrix() -> Picture:
     row = fp4_group()
     squares = [20.0 if i == 15 else 1.0 for i in range(len(row))]
-    picture = Picture("nvfp4_expanded_imatrix: the same, for what flows into each column", 148)
+    picture = Picture("nvfp4_expanded_imatrix: the same, for what flows into each column", 150)
     named = []
     for name in ("nvfp4_expanded_mse", "nvfp4_expanded_imatrix"):
         scale, divisor = qparams(name, row, NVFP4, squares if "imatrix" in name else None)
@@ -266,7 +266,8 @@ def over_batches(
             highs.append(float(observer.max_vals))
         for ends in (lows, highs):
             picture.curve([(across(k), up(end)) for k, end in enumerate(ends)], kind)
-        picture.text(RIGHT - 142, up(highs[-1]) + above, label)
+        colour = "first" if kind == "curve" else "other"
+        picture.text(RIGHT - 142, up(highs[-1]) + above, label, colour)
     picture.text(LEFT, 212, "first batch", "soft")
     picture.text(across(BATCHES - 1), 212, f"batch {BATCHES}", "soft end")
     return picture

@@ -27,6 +27,7 @@ text { font: 13px system-ui, sans-serif; fill: var(--ink) }
 .curve { fill: none; stroke: var(--value); stroke-width: 1.5 }
 .second { fill: none; stroke: var(--code); stroke-width: 2 }
 .value { fill: var(--value); fill-opacity: 0.55 } .bad { fill: var(--bad) }
+.first { fill: var(--value) } .other { fill: var(--code) }
 .best { fill: none; stroke: var(--bad); stroke-width: 2 }
 """
 
