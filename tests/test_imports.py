@@ -17,6 +17,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # A package may import from the layers below its own. Packages of one layer may import each other,
 # but never both ways.
 LAYERS = (
+    ("__main__",),
     ("cli",),
     ("entry",),
     ("report", "evaluate"),

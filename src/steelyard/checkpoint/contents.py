@@ -1,0 +1,251 @@
+"""What a checkpoint holds, module by module, quantized or not.
+
+Headers tell names, types, shapes and sizes; of the values, only scales are read. A checkpoint whose
+files contradict themselves is refused; one whose config cannot be used is shown as its files are,
+with the reason among the problems.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+
+from steelyard.checkpoint.layout import format_of
+from steelyard.checkpoint.shards import Shards, TensorInfo
+from steelyard.checkpoint.written import PARAMETER, WrittenCheckpoint
+from steelyard.errors import CheckpointError
+
+__all__ = ["Contents", "ModuleContents", "ScaleStatistics", "describe_args", "read_contents"]
+
+_SCALE = re.compile(r"(^|_)scales?(_inv)?$")
+_METHOD = "compressed-tensors"
+_DTYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.float8_e4m3fn: "fp8",
+}
+
+
+@dataclass(frozen=True)
+class ScaleStatistics:
+    """The values of one tensor of scales, as stored.
+
+    minimum, median, maximum: of those that are finite; None where there is none
+    """
+
+    count: int
+    minimum: float | None
+    median: float | None
+    maximum: float | None
+    non_finite: int
+    zero: int
+    negative: int
+
+
+@dataclass(frozen=True)
+class ModuleContents:
+    """The tensors of one module.
+
+    kind:    what its weight is stored as, such as "int4 group 128" or "bf16"
+    shape:   of the weight before it was packed; None where nothing tells
+    weights: how many numbers it stands for; None where nothing tells
+    """
+
+    name: str
+    kind: str
+    format: str | None
+    shape: tuple[int, ...] | None
+    weights: int | None
+    tensors: dict[str, TensorInfo]
+    scales: dict[str, ScaleStatistics] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(info.nbytes for info in self.tensors.values())
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.format is not None
+
+
+@dataclass
+class Contents:
+    """A checkpoint's modules, and what its config says of it."""
+
+    folder: Path
+    files: int
+    model_type: str | None = None
+    quantization: str | None = None
+    modules: list[ModuleContents] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(module.nbytes for module in self.modules)
+
+    @property
+    def weights(self) -> int | None:
+        """How many numbers the checkpoint stands for; None where a module does not tell."""
+        counts = [module.weights for module in self.modules]
+        known = [count for count in counts if count is not None]
+        return sum(known) if len(known) == len(counts) else None
+
+    @property
+    def bits_per_weight(self) -> float | None:
+        return 8 * self.nbytes / self.weights if self.weights else None
+
+
+def read_contents(
+    folder: str | Path,
+    keep: Callable[[str], bool] = lambda name: True,
+    scales: bool = True,
+    advance: Callable[[int], None] = lambda amount: None,
+) -> Contents:
+    """Read the headers of a checkpoint, and its scales.
+
+    keep:    asked with the name of a module whether it is wanted
+    scales:  False reads headers alone
+    advance: told how many bytes of scales were read
+    """
+    with Shards(folder) as shards:
+        config, problem = _config(shards.folder)
+        found = Contents(shards.folder, len(shards.files))
+        found.problems += [problem] if problem else []
+        found.model_type = _text(config.get("model_type"))
+        quantization = config.get("quantization_config")
+        if isinstance(quantization, dict):
+            found.quantization = _text(quantization.get("quant_method")) or "unknown"
+        written = None
+        if found.quantization == _METHOD:
+            try:
+                written = WrittenCheckpoint(shards.folder, None)
+            except CheckpointError as error:
+                found.problems.append(" ".join(str(error).split()))
+        for name, tensors in _by_module(shards).items():
+            if keep(name):
+                found.modules.append(
+                    _module(name, tensors, shards, written, found.quantization, scales, advance)
+                )
+        if written is not None:
+            written.shards.close()
+    return found
+
+
+def describe_args(args: QuantizationArgs) -> str:
+    """Return a type and its strategy in a few words.
+
+    >>> describe_args(QuantizationArgs(num_bits=4, strategy="group", group_size=128))
+    'int4 group 128'
+    """
+    name = f"{'fp' if args.type == 'float' else 'int'}{args.num_bits}"
+    if args.scale_dtype == torch.uint8:
+        return f"mx{name}"
+    if args.strategy == "tensor_group":
+        return f"nv{name}"
+    words = [name] if args.symmetric else [name, "asymmetric"]
+    words.append(str(getattr(args.strategy, "value", args.strategy)).replace("_", " "))
+    if args.strategy == "group":
+        words.append(str(args.group_size))
+    if args.strategy == "block":
+        words.append("x".join(map(str, args.block_structure)))
+    return " ".join(words)
+
+
+def _config(folder: Path) -> tuple[dict[str, Any], str | None]:
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        return {}, f"{path} cannot be read ({error}); types and sizes are those of the files"
+    if not isinstance(config, dict):
+        return {}, f"{path} is not an object of settings; types and sizes are those of the files"
+    return config, None
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) and value.isprintable() else None
+
+
+def _by_module(shards: Shards) -> dict[str, dict[str, TensorInfo]]:
+    """Return the tensors of each module by their local names; a lone parameter is its own."""
+    found: dict[str, dict[str, TensorInfo]] = {}
+    weighed = {n.rpartition(".")[0] for n in shards if n.endswith((".weight", ".weight_packed"))}
+    for name in shards:
+        module, _, local = name.rpartition(".")
+        owner = module if module in weighed or PARAMETER.fullmatch(local) else name
+        found.setdefault(owner or name, {})[local] = shards.info(name)
+    return found
+
+
+def _module(
+    name: str,
+    tensors: dict[str, TensorInfo],
+    shards: Shards,
+    written: WrittenCheckpoint | None,
+    method: str | None,
+    scales: bool,
+    advance: Callable[[int], None],
+) -> ModuleContents:
+    scheme = written.schemes.get(name) if written is not None else None
+    main = tensors.get("weight") or max(tensors.values(), key=lambda info: info.nbytes)
+    shape: tuple[int, ...] | None = main.shape
+    kind, format = _DTYPES.get(main.dtype, str(main.dtype).removeprefix("torch.")), None
+    others = [info for local, info in tensors.items() if info is not main and local == "bias"]
+    if written is not None and scheme is not None:
+        shape = _original_shape(written, name)
+        kind = describe_args(scheme.weights) if scheme.weights is not None else kind
+        with suppress(ValueError):  # a format that nobody knows
+            format = format_of(scheme)
+    elif method not in (None, _METHOD) and not main.dtype.is_floating_point:
+        shape = None  # packed in a way that is not ours to know
+    weights = None
+    if shape is not None:
+        weights = math.prod(shape) + sum(math.prod(info.shape) for info in others)
+    statistics = {}
+    for local, info in tensors.items():
+        if scales and _SCALE.search(local) and (info.dtype.is_floating_point or _is_mx(info)):
+            statistics[local] = _statistics(shards.read(info.name))
+            advance(info.nbytes)
+    return ModuleContents(name, kind, format, shape, weights, tensors, statistics)
+
+
+def _original_shape(written: WrittenCheckpoint, module: str) -> tuple[int, ...] | None:
+    try:
+        shape = written.shape(module)
+    except (CheckpointError, ValueError):
+        return None
+    return shape if all(0 <= size < 1 << 40 for size in shape) else None
+
+
+def _is_mx(info: TensorInfo) -> bool:
+    return info.dtype == torch.uint8
+
+
+def _statistics(stored: torch.Tensor) -> ScaleStatistics:
+    if stored.dtype == torch.uint8:  # exponents; 255 is NaN
+        exponent = stored.double() - 127
+        value = torch.where(stored == 255, torch.nan, torch.exp2(exponent)).flatten()
+    else:
+        value = stored.double().flatten()
+    finite = value[torch.isfinite(value)]
+    some = finite.numel() > 0
+    return ScaleStatistics(
+        count=value.numel(),
+        minimum=float(finite.min()) if some else None,
+        median=float(finite.median()) if some else None,
+        maximum=float(finite.max()) if some else None,
+        non_finite=value.numel() - finite.numel(),
+        zero=int((value == 0).sum()),
+        negative=int((finite < 0).sum()),
+    )

@@ -1,0 +1,175 @@
+"""`steelyard compare`: observers and schemes side by side on the weights of a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from steelyard.cli import options
+from steelyard.cli.grouping import matching
+from steelyard.cli.known import OBSERVERS, SCHEMES, completing, one_of
+from steelyard.cli.ranks import is_first
+from steelyard.cli.terminal import Column, number, print_document, print_line, print_table
+
+if TYPE_CHECKING:
+    from steelyard.pipelines.compare import Comparison
+
+__all__ = ["compare"]
+
+
+def compare(
+    model: options.Model,
+    observers: Annotated[
+        str,
+        typer.Option(
+            "--observers",
+            metavar="NAME,NAME",
+            autocompletion=completing(OBSERVERS),
+            help="What finds the scales.",
+        ),
+    ] = "memoryless_minmax,memoryless_mse,optimal",
+    schemes: Annotated[
+        str,
+        typer.Option(
+            "--schemes",
+            metavar="NAME,NAME",
+            autocompletion=completing(SCHEMES),
+            help="How the weights are stored.",
+        ),
+    ] = "W4A16,NVFP4A16",
+    ignore: options.Ignore = None,
+    filter: options.Filter = None,
+    layers: Annotated[
+        int | None,
+        typer.Option(
+            "--layers",
+            metavar="N",
+            min=1,
+            help="Only so many layers, evenly spread over the model.",
+            show_default="all",
+        ),
+    ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            "--report", metavar="FILE", help="Write the comparison there.", show_default=False
+        ),
+    ] = None,
+    json: options.Json = False,
+) -> None:
+    """Compare observers and schemes on the weights of a model.
+
+    Each weight is read once. The error is the squared error of what would be stored over the sum of
+    squares of the weight; 10 dB more are a tenth of it. Weight error is not what a model loses:
+    quantize with the best few and let `steelyard evaluate` decide.
+
+    \b
+    Examples:
+      steelyard compare path/to/model --schemes W4A16,NVFP4A16
+      steelyard compare path/to/model --schemes FP8_DYNAMIC --filter self_attn --layers 2
+    """
+    chosen = [one_of("observer", name, OBSERVERS) for name in _split(observers)]
+    stored = [one_of("scheme", name, SCHEMES) for name in _split(schemes)]
+    if not chosen or not stored:
+        raise typer.BadParameter("give at least one observer and one scheme")
+    keep = matching(filter)
+    from steelyard.pipelines import compare as engine
+
+    found = engine.compare(
+        model,
+        stored,
+        chosen,
+        ignore=[name for name in (["lm_head"] if ignore is None else ignore) if name],
+        keep=keep,
+        layers=layers,
+        show_progress=None if is_first() else False,
+    )
+    if report is not None and is_first():
+        write_comparison_report(found, report)
+    if json:
+        print_document("compare", found.as_dict())
+    else:
+        print_comparison(found)
+        if report is not None:
+            print_line(f"report: {report}")
+
+
+def write_comparison_report(comparison: Comparison, path: Path) -> None:
+    """Write a comparison to a file: a page where there is a report for it, else JSON."""
+    import json
+
+    from steelyard.cli.terminal import SCHEMA
+
+    document = {"schema": SCHEMA, "command": "compare", **comparison.as_dict()}
+    path.write_text(json.dumps(document, indent=2) + "\n", "utf-8")
+
+
+def print_comparison(comparison: Comparison) -> None:
+    from steelyard.pipelines.compare import snr
+
+    cases = [case for case in comparison.cases if not case.refused]
+    letters = {case.label: _letter(i) for i, case in enumerate(cases)}
+    rows = []
+    for case in cases:
+        error = comparison.error(case)
+        worst = max(case.errors, key=lambda name: case.errors[name])
+        rows.append(
+            [
+                letters[case.label],
+                case.scheme,
+                case.observer,
+                f"{case.bits_per_weight:.2f}",
+                number(error),
+                _decibels(snr(error)),
+                number(case.errors[worst]),
+                f"{case.seconds:.1f} s",
+            ]
+        )
+    print_table(
+        [
+            Column(""),
+            Column("scheme"),
+            Column("observer"),
+            Column("bits", True),
+            Column("error", True),
+            Column("SNR dB", True),
+            Column("worst", True),
+            Column("time", True),
+        ],
+        rows,
+    )
+    layers = comparison.layers()
+    if len(layers) > 1:
+        print_line()
+        print_table(
+            [Column("SNR in dB"), *(Column(letters[case.label], True) for case in cases)],
+            [
+                [
+                    layer,
+                    *(_decibels(snr(comparison.error(case, names))) for case in cases),
+                ]
+                for layer, names in layers.items()
+            ],
+        )
+    refused = dict.fromkeys(
+        f"{case.scheme} does not fit: {reason}"
+        + (f" (and {len(case.refused) - 1} more)" if len(case.refused) > 1 else "")
+        for case in comparison.cases
+        for reason in case.refused[:1]
+    )
+    for line in refused:
+        print_line(line, style="yellow")
+
+
+def _split(names: str) -> list[str]:
+    return list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
+
+
+def _letter(index: int) -> str:
+    return chr(ord("A") + index) if index < 26 else str(index + 1)
+
+
+def _decibels(value: float | None) -> str:
+    return "exact" if value is None else f"{value:.1f}"

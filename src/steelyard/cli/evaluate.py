@@ -1,0 +1,94 @@
+"""`steelyard evaluate`: what a quantized model lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from steelyard.cli import options
+from steelyard.cli.ranks import is_first
+from steelyard.cli.terminal import Column, number, print_document, print_line, print_table
+
+__all__ = ["evaluate"]
+
+
+def evaluate(
+    base: Annotated[
+        str,
+        typer.Argument(
+            metavar="BASE", callback=options.existing_model, help="The model as it was."
+        ),
+    ],
+    quantized: Annotated[
+        str,
+        typer.Argument(
+            metavar="QUANTIZED", callback=options.existing_model, help="What was made of it."
+        ),
+    ],
+    data: Annotated[
+        str,
+        typer.Option(
+            "--data",
+            metavar="FILE",
+            help="Text that was not used for calibration, as for quantize.",
+            show_default=False,
+        ),
+    ],
+    samples: options.Samples = 64,
+    max_seq_length: options.MaxSeqLength = 512,
+    batch_size: options.BatchSize = 1,
+    text_column: options.TextColumn = "text",
+    seed: options.Seed = 0,
+    json: options.Json = False,
+) -> None:
+    """Measure what a quantized model lost against the original.
+
+    Perplexity of both, the KL divergence between them, and how often they agree on the next token.
+    If the checkpoint has a report, the result is added to it.
+
+    \b
+    Example:
+      steelyard evaluate path/to/model model-FP8 --data held-out.txt --samples 4
+    """
+    from steelyard.evaluate import evaluate as run  # type: ignore[import-not-found,unused-ignore]
+
+    found = run(
+        base,
+        quantized,
+        data,
+        num_samples=samples,
+        max_seq_length=max_seq_length,
+        batch_size=batch_size,
+        text_column=text_column,
+        seed=seed,
+        show_progress=None if is_first() else False,
+    )
+    content: dict[str, Any] = found.as_dict()
+    report = Path(quantized) / "report.json"
+    if report.is_file() and is_first():
+        from steelyard.report import (  # type: ignore[import-not-found,unused-ignore]
+            add_evaluation,
+        )
+
+        add_evaluation(Path(quantized), content)
+    if json:
+        print_document("evaluate", {"base": base, "quantized": quantized, **content})
+        return
+    print_table(
+        [Column(""), Column("original", True), Column("quantized", True)],
+        [
+            [
+                "perplexity",
+                number(content["base_perplexity"], 5),
+                number(content["perplexity"], 5),
+            ],
+            ["KL divergence", "", number(content["kl_divergence"], 4)],
+            ["same next token", "", f"{100 * content['top1_agreement']:.1f} %"],
+        ],
+    )
+    print_line()
+    print_line(f"over {content['tokens']:,} tokens of {data}")
+    if report.is_file():
+        print_line(f"added to {report}")

@@ -1,0 +1,80 @@
+"""Names that differ only in numbers, on one line, so that a thousand modules fit a screen."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TypeVar
+
+import typer
+
+__all__ = ["grouped", "matching"]
+
+T = TypeVar("T")
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole part of a dotted name
+
+
+def grouped(
+    items: Iterable[T], name: Callable[[T], str], alike: Callable[[T], Hashable]
+) -> list[tuple[str, list[T]]]:
+    """Return items by their names without numbers, where `alike` is equal, in order of appearance.
+
+    >>> grouped(["a.0.x", "a.1.x", "b"], name=str, alike=len)
+    [('a.{0-1}.x', ['a.0.x', 'a.1.x']), ('b', ['b'])]
+    """
+    found: dict[tuple[str, Hashable], list[T]] = {}
+    for item in items:
+        found.setdefault((_NUMBER.sub("#", name(item)), alike(item)), []).append(item)
+    return [(_label([name(item) for item in members]), members) for members in found.values()]
+
+
+def _label(names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return names[0]
+    positions = list(zip(*([int(n) for n in _NUMBER.findall(name)] for name in names), strict=True))
+    numbers = iter(positions)
+
+    def span(_: re.Match[str]) -> str:
+        values = sorted(set(next(numbers)))
+        return str(values[0]) if len(values) == 1 else f"{{{_ranges(values)}}}"
+
+    return _NUMBER.sub(span, names[0])
+
+
+def _ranges(values: Sequence[int]) -> str:
+    """Return sorted numbers as ranges.
+
+    >>> _ranges([0, 1, 2, 5, 7, 8])
+    '0-2,5,7,8'
+    """
+    runs: list[list[int]] = []
+    for value in values:
+        if runs and value == runs[-1][-1] + 1:
+            runs[-1].append(value)
+        else:
+            runs.append([value])
+    spans = (
+        f"{run[0]}-{run[-1]}" if len(run) > 2 or len(runs) == 1 else ",".join(map(str, run))
+        for run in runs
+    )
+    return ",".join(spans)
+
+
+def matching(pattern: str | None) -> Callable[[str], bool]:
+    """Return whether a name is wanted.
+
+    pattern: "re:" and an expression that the name starts with, as in a recipe; a shell pattern for
+             the whole name; or a part of it
+    """
+    if pattern is None:
+        return lambda name: True
+    if pattern.startswith("re:"):
+        try:
+            expression = re.compile(pattern[3:])
+        except re.error as error:
+            raise typer.BadParameter(f"{pattern!r} is no expression: {error}") from None
+        return lambda name: expression.match(name) is not None
+    if any(c in pattern for c in "*?["):
+        return lambda name: fnmatch.fnmatchcase(name, pattern)
+    return lambda name: pattern in name

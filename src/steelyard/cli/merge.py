@@ -1,0 +1,50 @@
+"""`steelyard merge`: statistics of several runs, as if one run had seen it all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from steelyard.cli import options
+from steelyard.cli.ranks import is_first
+from steelyard.cli.terminal import print_document, print_line, size
+
+__all__ = ["merge"]
+
+
+def merge(
+    statistics: Annotated[
+        list[Path],
+        typer.Argument(metavar="FILE", help="What `steelyard observe` saved, in order."),
+    ],
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", metavar="FILE", help="Where it goes.", show_default=False),
+    ],
+    json: options.Json = False,
+) -> None:
+    """Join the statistics of several runs into one file.
+
+    The result is what one run over all their data would have seen.
+
+    \b
+    Example:
+      steelyard merge statistics.safetensors more.safetensors -o all.safetensors
+    """
+    for path in statistics:
+        if not path.is_file():
+            raise typer.BadParameter(f"there is no file {path}")
+    from steelyard.pipelines.statistics import (  # type: ignore[import-not-found,unused-ignore]
+        merge_statistics,
+    )
+
+    if is_first():
+        merge_statistics(statistics, output)
+    if json:
+        print_document(
+            "merge", {"inputs": [str(path) for path in statistics], "output": str(output)}
+        )
+        return
+    print_line(f"{output}: {len(statistics)} files joined, {size(output.stat().st_size)}")

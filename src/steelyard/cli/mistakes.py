@@ -1,0 +1,126 @@
+"""From an exception to one line and an exit code.
+
+A mistake in what was asked for ends with 2, before anything was done. What is found in a checkpoint
+or in data, or happens on the way, ends with 1. The messages of the package name arguments of its
+Python functions; here they are the options of the command line.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import traceback
+from typing import Any
+
+import typer
+
+from steelyard import errors
+from steelyard.cli.ranks import rank
+
+__all__ = ["FAILED", "INTERRUPTED", "USAGE", "WORDS", "Interrupted", "explain", "wants_traceback"]
+
+FAILED, USAGE, INTERRUPTED = 1, 2, 130
+
+_USAGE = (errors.RecipeError, errors.PlanError, errors.OptionError, errors.UnknownNameError)
+_EXPECTED = (ValueError, RuntimeError, KeyError, AssertionError)
+
+WORDS = {
+    "overwrite=True": "--overwrite",
+    "resume=False": "--no-resume",
+    'uncalibrated="weights-only"': "--uncalibrated weights-only",
+    'pipeline="datafree"': "--pipeline datafree",
+    'pipeline="basic"': "--pipeline basic",
+    "pass dataset=": "give --data",
+    "pass tokenizer=": "give --tokenizer",
+    "tokenizer=, or token ids as the dataset": "--tokenizer with the folder of one",
+    "add them to ignore": "name them with --ignore",
+}
+"""Words of the package's messages, and what one types instead."""
+
+
+class Interrupted(Exception):
+    """The user stopped a run; the message says what becomes of it."""
+
+
+def wants_traceback(arguments: list[str]) -> bool:
+    """Whether a stack trace is asked for, by option or environment; takes the option out."""
+    set_to = os.environ.get("STEELYARD_TRACEBACK", "").strip().lower()
+    asked = set_to not in ("", "0", "false", "no", "off")
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    if "--traceback" in arguments[:end]:
+        arguments.remove("--traceback")
+        asked = True
+    return asked
+
+
+def explain(error: BaseException, show_traceback: bool = False) -> int:
+    """Say on standard error what went wrong; return the exit code."""
+    code, message = _verdict(error)
+    if show_traceback or message is None:
+        traceback.print_exception(error)
+    who = f"error (rank {rank()})" if rank() else "error"
+    if message is None:
+        message = (
+            f"{type(error).__name__}: {error}. This is a defect of Steelyard; please report it "
+            "with the lines above"
+        )
+    sys.stdout.flush()
+    print(f"{who}: {message}", file=sys.stderr)
+    return code
+
+
+def _verdict(error: BaseException) -> tuple[int, str | None]:
+    """Return the exit code, and a message unless the error is a defect of ours."""
+    if isinstance(error, (Interrupted, KeyboardInterrupt, typer.Abort)):
+        return INTERRUPTED, f"interrupted{f'; {error}' if str(error) else ''}"
+    if isinstance(error, errors.SteelyardError):
+        return USAGE if isinstance(error, _USAGE) else FAILED, _in_options(str(error))
+    if isinstance(error, OSError):
+        return FAILED, _system(error)
+    if isinstance(error, MemoryError):
+        return FAILED, "there is not enough memory; use a machine that has more"
+    if isinstance(error, ImportError):
+        missing = error.name or str(error)
+        return FAILED, f"{missing} cannot be imported ({error}); pip install {missing}"
+    usage = typer.BadParameter.__mro__[1]  # click's, wherever this typer has it from
+    if isinstance(error, usage):
+        return USAGE, _usage(error)
+    if isinstance(error, _EXPECTED):
+        first = " ".join(str(error).split()) or type(error).__name__
+        return FAILED, f"{first} (--traceback shows where)"
+    return FAILED, None
+
+
+def _in_options(message: str) -> str:
+    for python, option in WORDS.items():
+        message = message.replace(python, option)
+    return message
+
+
+def _system(error: OSError) -> str:
+    where = f"{error.filename}: " if error.filename else ""
+    if error.errno == errno.ENOSPC:
+        return f"{where}the disk is full; make room and run the same command again"
+    if isinstance(error, FileNotFoundError):
+        return f"{where}there is no such file or folder; look at the spelling"
+    if isinstance(error, PermissionError):
+        return f"{where}this user has no permission for it; change its mode, or choose another"
+    return f"{where}{error.strerror or error}"
+
+
+def _usage(error: Any) -> str:
+    """Return a usage error with the nearest known name, and where help is."""
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context is not None else "steelyard"
+    option = getattr(error, "option_name", None)
+    if option is not None and context is not None:
+        known = [o for p in context.command.params for o in (*p.opts, *p.secondary_opts)]
+        known = [o for o in known if o.startswith("--")]
+        known += ["--help", "--traceback"]
+        said = str(error.format_message()).lower()
+        if "no such option" in said:
+            return f"there is no option {option}: {errors.nearest(option, known)} ({path} --help)"
+    message = error.format_message().strip().rstrip(".")
+    message = message[:1].lower() + message[1:] if not message.startswith("--") else message
+    return f"{message} ({path} --help)"

@@ -1,0 +1,84 @@
+"""`steelyard observe`: the statistics of a calibration run, without a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from steelyard.cli import options
+from steelyard.cli.ranks import is_first
+from steelyard.cli.recipe import recipe_from
+from steelyard.cli.terminal import duration, print_document, print_line, size
+
+__all__ = ["observe"]
+
+
+def observe(
+    model: options.Model,
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", metavar="FILE", help="Where they go.", show_default=False),
+    ],
+    data: Annotated[
+        str,
+        typer.Option(
+            "--data",
+            metavar="FILE",
+            help="Calibration data: a .txt, .jsonl or .parquet file, or a dataset on the hub.",
+            show_default=False,
+        ),
+    ],
+    scheme: options.SchemeName = None,
+    observer: options.ObserverName = None,
+    recipe: options.RecipeFile = None,
+    ignore: options.Ignore = None,
+    targets: options.Targets = None,
+    samples: options.Samples = 512,
+    max_seq_length: options.MaxSeqLength = 2048,
+    batch_size: options.BatchSize = 1,
+    seed: options.Seed = 0,
+    text_column: options.TextColumn = "text",
+    tokenizer: options.Tokenizer = None,
+    pipeline: options.Pipeline = "auto",
+    json: options.Json = False,
+) -> None:
+    """Save the statistics of a calibration run, without a checkpoint.
+
+    Files of several runs, over parts of the data, are joined by `steelyard merge`, and
+    `steelyard quantize --statistics` makes a checkpoint of them.
+
+    \b
+    Example:
+      steelyard observe path/to/model --data calibration.txt --scheme FP8 -o statistics.safetensors
+    """
+    made = recipe_from(scheme, recipe, observer, ignore, targets)
+    from steelyard.pipelines.oneshot import oneshot
+
+    more: dict[str, Any] = {"save_statistics": output}
+    result = oneshot(
+        model,
+        made,
+        data,
+        tokenizer=tokenizer,
+        num_calibration_samples=samples,
+        max_seq_length=max_seq_length,
+        batch_size=batch_size,
+        text_column=text_column,
+        seed=seed,
+        pipeline=pipeline,
+        show_progress=is_first(),
+        **more,
+    )
+    tokens = {name: module.tokens for name, module in result.modules.items()}
+    if json:
+        content = {"output": str(output), "tokens": tokens, "notes": result.notes}
+        print_document("observe", content)
+        return
+    for note in result.notes:
+        print_line(f"note: {note}")
+    print_line(
+        f"{output}: statistics of {len(tokens)} modules, {size(output.stat().st_size)}, in "
+        f"{duration(result.seconds)}"
+    )

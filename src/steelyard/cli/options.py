@@ -1,0 +1,206 @@
+"""Arguments and options that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from steelyard.cli.known import OBSERVERS, PIPELINES, SCHEMES, UNCALIBRATED, completing, one_of
+
+__all__ = [
+    "All",
+    "BatchSize",
+    "Data",
+    "Filter",
+    "Gptq",
+    "GroupSize",
+    "Ignore",
+    "Json",
+    "MaxSeqLength",
+    "Model",
+    "ObserverName",
+    "Pipeline",
+    "RecipeFile",
+    "Samples",
+    "SchemeName",
+    "Seed",
+    "Targets",
+    "TextColumn",
+    "Tokenizer",
+    "Uncalibrated",
+    "existing_model",
+]
+
+
+def existing_model(name: str) -> str:
+    """Return the name of a model; what looks like a path must be a folder here."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return str(path)
+    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name
+    if path.exists():
+        raise typer.BadParameter(f"{name} is a file; give the folder that it lies in")
+    if looks_local or not name:
+        raise typer.BadParameter(
+            f"there is no folder {name!r}; give a folder, or a name on the hub"
+        )
+    return name
+
+
+def _scheme(value: str | None) -> str | None:
+    return None if value is None else one_of("scheme", value, SCHEMES)
+
+
+def _observer(value: str | None) -> str | None:
+    return None if value is None else one_of("observer", value, OBSERVERS)
+
+
+def _pipeline(value: str) -> str:
+    return one_of("pipeline", value, PIPELINES)
+
+
+def _uncalibrated(value: str) -> str:
+    return one_of("choice", value, UNCALIBRATED)
+
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        callback=existing_model,
+        help="A folder with a model, or a name on the hub.",
+        show_default=False,
+    ),
+]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print one JSON document to standard output, nothing else.")
+]
+Filter = Annotated[
+    str | None,
+    typer.Option(
+        "--filter",
+        metavar="PATTERN",
+        help="Only modules whose name holds this; with * or ?, a pattern for the whole name; "
+        "after re:, a regular expression for its start.",
+        show_default=False,
+    ),
+]
+All = Annotated[bool, typer.Option("--all", help="Every tensor, on a line of its own.")]
+SchemeName = Annotated[
+    str | None,
+    typer.Option(
+        "--scheme",
+        metavar="NAME",
+        callback=_scheme,
+        autocompletion=completing(SCHEMES),
+        help="A preset such as W4A16; `steelyard ls schemes` tells all. Not with --recipe.",
+        show_default=False,
+    ),
+]
+RecipeFile = Annotated[
+    str | None,
+    typer.Option(
+        "--recipe",
+        metavar="FILE",
+        help="A recipe in YAML, for all that --scheme cannot say.",
+        show_default=False,
+    ),
+]
+ObserverName = Annotated[
+    str | None,
+    typer.Option(
+        "--observer",
+        metavar="NAME",
+        callback=_observer,
+        autocompletion=completing(OBSERVERS),
+        help="What finds the scales of weights; `steelyard ls observers` tells all. "
+        "Without it: optimal.",
+        show_default=False,
+    ),
+]
+Ignore = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--ignore",
+        metavar="NAME",
+        help="A module, a class, or re: and an expression, that stays as it is; may be repeated. "
+        "Without it: lm_head. An empty one ignores nothing.",
+        show_default=False,
+    ),
+]
+Targets = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--targets",
+        metavar="NAME",
+        help="What is quantized, in the same words; may be repeated. Without it: Linear.",
+        show_default=False,
+    ),
+]
+Gptq = Annotated[
+    bool, typer.Option("--gptq", help="Round with GPTQ, which needs --data and takes two passes.")
+]
+GroupSize = Annotated[
+    int | None,
+    typer.Option(
+        "--group-size",
+        metavar="N",
+        min=1,
+        help="Columns that share a scale, for schemes with groups of integers.",
+        show_default="that of the scheme",
+    ),
+]
+Data = Annotated[
+    str | None,
+    typer.Option(
+        "--data",
+        metavar="FILE",
+        help="Calibration data: a .txt, .jsonl or .parquet file, or a dataset on the hub.",
+        show_default=False,
+    ),
+]
+TextColumn = Annotated[
+    str, typer.Option("--text-column", metavar="NAME", help="The column of the data with the text.")
+]
+Tokenizer = Annotated[
+    str | None,
+    typer.Option(
+        "--tokenizer",
+        metavar="FOLDER",
+        help="A tokenizer, where the model's folder has none.",
+        show_default=False,
+    ),
+]
+Samples = Annotated[
+    int, typer.Option("--samples", metavar="N", min=1, help="How many samples of the data.")
+]
+MaxSeqLength = Annotated[
+    int, typer.Option("--max-seq-length", metavar="N", min=1, help="Tokens kept of each sample.")
+]
+BatchSize = Annotated[
+    int, typer.Option("--batch-size", metavar="N", min=1, help="Samples that run at once.")
+]
+Seed = Annotated[int, typer.Option("--seed", metavar="N", help="Decides which samples are taken.")]
+Pipeline = Annotated[
+    str,
+    typer.Option(
+        "--pipeline",
+        metavar="NAME",
+        callback=_pipeline,
+        autocompletion=completing(PIPELINES),
+        help="sequential: layer by layer; basic: the whole model at once; datafree: from file to "
+        "file; auto chooses.",
+    ),
+]
+Uncalibrated = Annotated[
+    str,
+    typer.Option(
+        "--uncalibrated",
+        metavar="CHOICE",
+        callback=_uncalibrated,
+        autocompletion=completing(UNCALIBRATED),
+        help="What a module gets that no token reached: error, or weights-only.",
+    ),
+]

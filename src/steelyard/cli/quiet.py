@@ -1,0 +1,37 @@
+"""Keeps off the terminal what nobody there can act on.
+
+Called when a command starts, never at import: a program that imports this package keeps its own
+settings.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+
+from steelyard.cli.ranks import is_first
+
+__all__ = ["quiet"]
+
+
+def quiet() -> None:
+    """Silence the logs of libraries; show our own warnings as one line each."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    warnings.showwarning = _show
+
+
+def _show(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: object = None,
+    line: str | None = None,
+) -> None:
+    ours = issubclass(category, UserWarning) and "steelyard" in filename
+    if ours and is_first():
+        print(f"warning: {message}", file=sys.stderr)

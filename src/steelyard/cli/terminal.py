@@ -1,0 +1,135 @@
+"""What commands print: tables for people, one document for programs.
+
+On a terminal a table fits its width, by folding long cells. Elsewhere every row is one line, never
+cut, without colours and lines.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from steelyard.cli.ranks import is_first
+
+__all__ = [
+    "SCHEMA",
+    "Column",
+    "duration",
+    "number",
+    "print_document",
+    "print_line",
+    "print_table",
+    "shape_text",
+    "size",
+]
+
+SCHEMA = 1
+"""Version of the documents that `--json` prints; it grows when a field changes its meaning."""
+
+
+class Column(NamedTuple):
+    title: str
+    right: bool = False
+
+
+def print_document(command: str, content: dict[str, Any]) -> None:
+    """Print one JSON document; a number that JSON does not know is null."""
+    if is_first():
+        document = {"schema": SCHEMA, "command": command, **content}
+        print(json.dumps(_plain(document), indent=2, allow_nan=False))
+
+
+def print_line(text: str = "", style: str | None = None) -> None:
+    """Print a line that is never cut; its style shows on a terminal."""
+    if not is_first():
+        return
+    if style is None or not sys.stdout.isatty():
+        print(text)
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    Console(highlight=False, soft_wrap=True).print(Text(text, style=style))
+
+
+def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
+    """Print rows under their titles."""
+    if not is_first():
+        return
+    if sys.stdout.isatty():
+        _print_rich(columns, rows)
+        return
+    lines = [[column.title for column in columns], *rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+    for line in lines:
+        cells = [
+            cell.rjust(width) if column.right else cell.ljust(width)
+            for cell, width, column in zip(line, widths, columns, strict=True)
+        ]
+        print("  ".join(cells).rstrip())
+
+
+def _print_rich(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for i, column in enumerate(columns):
+        table.add_column(
+            Text(column.title),
+            justify="right" if column.right else "left",
+            no_wrap=column.right,
+            overflow="fold",
+            style="cyan" if i == 0 else None,
+        )
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    Console(highlight=False).print(table)
+
+
+def size(nbytes: float) -> str:
+    """Return a size in a unit that suits it.
+
+    >>> size(123_400_000)
+    '123.4 MB'
+    """
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.0f} {unit}" if unit == "bytes" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.1f} TB"
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Return a number in few characters, "-" for none.
+
+    >>> number(0.000123456)
+    '0.000123'
+    """
+    if value is None:
+        return "-"
+    return f"{value:.{digits}g}"
+
+
+def shape_text(shape: Sequence[int] | None) -> str:
+    return "-" if shape is None else "x".join(map(str, shape)) or "scalar"
+
+
+def duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
