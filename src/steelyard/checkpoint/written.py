@@ -152,5 +152,9 @@ def _read_config(folder: Path) -> tuple[dict[str, Any], QuantizationConfig]:
     try:
         config = json.loads(path.read_text("utf-8"))
         return config, QuantizationConfig.model_validate(config["quantization_config"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except KeyError:
+        raise CheckpointError(
+            f"{path} has no usable quantization_config: it has none, so this is no quantized model"
+        ) from None
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} has no usable quantization_config: {error!r}") from error

@@ -97,11 +97,12 @@ def _options(
     quiet()
 
 
-def build(rich: bool | None = None, completion: bool = True) -> typer.Typer:
+def build(rich: bool | None = None, whole: bool = True) -> typer.Typer:
     """Return the program.
 
-    rich:       help with colours and frames; None where standard output is a terminal
-    completion: the options that install it, which take time to prepare
+    rich:  help with colours and frames; None where standard output is a terminal
+    whole: the program's own help and completion too, which a command does not need and which take
+           time to prepare
     """
     if rich is None:
         rich = sys.stdout.isatty() and not _completes()
@@ -112,10 +113,10 @@ def build(rich: bool | None = None, completion: bool = True) -> typer.Typer:
         no_args_is_help=True,
         rich_markup_mode="rich" if rich else None,
         pretty_exceptions_enable=False,
-        add_completion=completion,
+        add_completion=whole,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    app.callback()(_options)
+    app.callback(add_help_option=whole)(_options)
     for command in COMMANDS:
         app.command()(command)
     return app
@@ -131,7 +132,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     else:
         code = 0
     named = bool(given) and not given[0].startswith("-")
-    command = typer.main.get_command(build(completion=_completes() or not named))
+    command = typer.main.get_command(build(whole=_completes() or not named))
     try:
         result = command.main(given, prog_name="steelyard", standalone_mode=False)
         sys.stdout.flush()

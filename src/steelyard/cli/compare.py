@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from steelyard.cli import options
-from steelyard.cli.grouping import matching
+from steelyard.cli.grouping import joined_lines, matching
 from steelyard.cli.known import OBSERVERS, SCHEMES, completing, one_of
 from steelyard.cli.ranks import is_first
 from steelyard.cli.terminal import Column, number, print_document, print_line, print_table
@@ -75,6 +75,8 @@ def compare(
     if not chosen or not stored:
         raise typer.BadParameter("give at least one observer and one scheme")
     keep = matching(filter)
+    if report is not None and not report.absolute().parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {report.parent} for the report; make it")
     from steelyard.pipelines import compare as engine
 
     found = engine.compare(
@@ -153,14 +155,11 @@ def print_comparison(comparison: Comparison) -> None:
                 for layer, names in layers.items()
             ],
         )
-    refused = dict.fromkeys(
-        f"{case.scheme} does not fit: {reason}"
-        + (f" (and {len(case.refused) - 1} more)" if len(case.refused) > 1 else "")
-        for case in comparison.cases
-        for reason in case.refused[:1]
-    )
-    for line in refused:
-        print_line(line, style="yellow")
+    refused = {case.scheme: case.refused for case in comparison.cases if case.refused}
+    for scheme, reasons in refused.items():
+        print_line()
+        print_line(f"{scheme} does not fit the model:", style="yellow")
+        print_line(joined_lines("\n".join(f"  - {reason}" for reason in reasons)))
 
 
 def _split(names: str) -> list[str]:

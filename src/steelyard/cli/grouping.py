@@ -9,9 +9,10 @@ from typing import TypeVar
 
 import typer
 
-__all__ = ["grouped", "matching"]
+__all__ = ["grouped", "joined_lines", "matching"]
 
 T = TypeVar("T")
+_LINE = re.compile(r"(?P<head>\s*(?:- |error: |warning: ))(?P<name>[\w.]+)(?P<rest>:? .*|)")
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole part of a dotted name
 
 
@@ -27,6 +28,30 @@ def grouped(
     for item in items:
         found.setdefault((_NUMBER.sub("#", name(item)), alike(item)), []).append(item)
     return [(_label([name(item) for item in members]), members) for members in found.values()]
+
+
+def joined_lines(text: str) -> str:
+    """Return a text in which lines that say the same of several modules are one.
+
+    >>> joined_lines("  - a.0.b: too long\\n  - a.1.b: too long")
+    '  - a.{0-1}.b: too long (2 modules)'
+    """
+    lines: dict[tuple[str, str, str], list[str]] = {}
+    for i, line in enumerate(text.split("\n")):
+        match = _LINE.fullmatch(line)
+        if match is None or not _NUMBER.search(match["name"]):
+            lines[(str(i), line, "")] = []
+            continue
+        key = (match["head"], _NUMBER.sub("#", match["name"]), match["rest"])
+        lines.setdefault(key, []).append(match["name"])
+    joined = []
+    for key, names in lines.items():
+        if not names:
+            joined.append(key[1])
+            continue
+        count = f" ({len(names)} modules)" if len(names) > 1 else ""
+        joined.append(f"{key[0]}{_label(names)}{key[2]}{count}")
+    return "\n".join(joined)
 
 
 def _label(names: Sequence[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -98,16 +99,17 @@ def print_contents(contents: Contents, all_tensors: bool) -> None:
         _print_modules(contents)
     _print_scales(contents, all_tensors)
     print_line()
-    what = " ".join(filter(None, [contents.model_type, contents.quantization]))
-    quantized = sum(module.is_quantized for module in contents.modules)
+    formats = Counter(module.format for module in contents.modules if module.format is not None)
+    quantized = ", ".join(f"{count} {name}" for name, count in formats.items())
     bits = contents.bits_per_weight
     facts = [
-        f"{len(contents.modules)} modules, {quantized} of them quantized",
+        f"{len(contents.modules)} modules" + (f" ({quantized})" if quantized else ""),
         f"{contents.weights / 1e6:,.1f} million weights" if contents.weights else None,
         f"{size(contents.nbytes)} in {contents.files} file{'s' if contents.files > 1 else ''}",
         f"{bits:.2f} bits per weight" if bits is not None else None,
     ]
-    print_line(f"{what or 'unknown model'}: {', '.join(filter(None, facts))}", style="bold")
+    what = [contents.model_type or "unknown model", contents.quantization]
+    print_line(f"{', '.join(filter(None, what))}: {', '.join(filter(None, facts))}", style="bold")
     for problem in contents.problems:
         print_line(f"problem: {problem}", style="red")
 
@@ -120,23 +122,19 @@ def _print_modules(contents: Contents) -> None:
         [
             label,
             str(len(members)),
-            members[0].kind,
+            members[0].kind.replace(" group ", " g"),
             shape_text(members[0].shape),
             size(sum(module.nbytes for module in members)),
-            members[0].format or "",
         ]
         for label, members in grouped(contents.modules, lambda m: m.name, alike)
     ]
     columns = [
         Column("modules"),
-        Column("count", True),
+        Column("n", True),
         Column("type"),
         Column("shape", True),
         Column("size", True),
-        Column("format"),
     ]
-    if not any(row[-1] for row in rows):
-        columns, rows = columns[:-1], [row[:-1] for row in rows]
     print_table(columns, rows)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import sys
 import traceback
 from typing import Any
@@ -16,12 +17,14 @@ from typing import Any
 import typer
 
 from steelyard import errors
+from steelyard.cli.grouping import joined_lines
 from steelyard.cli.ranks import rank
 
 __all__ = ["FAILED", "INTERRUPTED", "USAGE", "WORDS", "Interrupted", "explain", "wants_traceback"]
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
 
+_INVALID = re.compile(r"Invalid value(?: for '?(.+?)'?)?: (.*)", re.DOTALL)
 _USAGE = (errors.RecipeError, errors.PlanError, errors.OptionError, errors.UnknownNameError)
 _EXPECTED = (ValueError, RuntimeError, KeyError, AssertionError)
 
@@ -81,7 +84,7 @@ def _verdict(error: BaseException) -> tuple[int, str | None]:
     if isinstance(error, MemoryError):
         return FAILED, "there is not enough memory; use a machine that has more"
     if isinstance(error, ImportError):
-        missing = error.name or str(error)
+        missing = (error.name or str(error)).split(".")[0]
         return FAILED, f"{missing} cannot be imported ({error}); pip install {missing}"
     usage = typer.BadParameter.__mro__[1]  # click's, wherever this typer has it from
     if isinstance(error, usage):
@@ -95,7 +98,9 @@ def _verdict(error: BaseException) -> tuple[int, str | None]:
 def _in_options(message: str) -> str:
     for python, option in WORDS.items():
         message = message.replace(python, option)
-    return message
+    if "\n  - " not in message:  # no list
+        message = " ".join(message.split())
+    return joined_lines(message)
 
 
 def _system(error: OSError) -> str:
@@ -121,6 +126,10 @@ def _usage(error: Any) -> str:
         said = str(error.format_message()).lower()
         if "no such option" in said:
             return f"there is no option {option}: {errors.nearest(option, known)} ({path} --help)"
-    message = error.format_message().strip().rstrip(".")
-    message = message[:1].lower() + message[1:] if not message.startswith("--") else message
-    return f"{message} ({path} --help)"
+    found = _INVALID.fullmatch(error.format_message().strip())
+    where, message = found.groups() if found else (None, error.format_message().strip())
+    if where is not None and not message[:1].islower():  # click's words, not ours
+        message = f"{where}: {message}"
+    elif where is None:
+        message = message[:1].lower() + message[1:]
+    return f"{message.rstrip('.')} ({path} --help)"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from steelyard.cli import options
-from steelyard.cli.grouping import grouped
+from steelyard.cli.grouping import grouped, joined_lines
 from steelyard.cli.mistakes import USAGE, Interrupted
 from steelyard.cli.ranks import is_first
 from steelyard.cli.recipe import recipe_from
@@ -96,7 +96,12 @@ def quantize(
     if statistics is not None and data is not None:
         raise typer.BadParameter("--statistics and --data exclude each other")
     from steelyard.pipelines.oneshot import oneshot
+    from steelyard.recipes import load_recipe
 
+    if data is None and statistics is None and not dry_run and load_recipe(made).needs_data:
+        raise typer.BadParameter(
+            "--data is missing: static activations, importance and GPTQ need calibration data"
+        )
     more: dict[str, Any] = {} if statistics is None else {"statistics": statistics}
     try:
         result = oneshot(
@@ -124,7 +129,7 @@ def quantize(
     if json:
         print_document("quantize", as_document(result))
     elif dry_run:
-        print_line(str(result.plan))
+        print_line(joined_lines(str(result.plan)))
     else:
         print_summary(result)
     if dry_run and result.plan.errors:

@@ -39,8 +39,8 @@ def validate(
 ) -> None:
     """Check that a checkpoint holds what its config promises.
 
-    Every tensor in its type and shape, and scales that can be used. A server loads a checkpoint that lacks a scale without a word. Ends with 1 if there is a
-    problem.
+    Every tensor in its type and shape, and scales that can be used: a server loads a checkpoint
+    that lacks a scale without a word. Ends with 1 if there is a problem.
 
     \b
     Examples:

@@ -128,7 +128,8 @@ def oneshot(
         if propagate_error:
             plan.passes = 1.5
             plan.waiting = waiting_bytes(plan, holding_budget(model_device(source.model)))
-    if show_progress or (show_progress is None and sys.stderr.isatty()):
+    shown = show_progress or (show_progress is None and sys.stderr.isatty())
+    if shown and (dry_run or not plan.errors):  # which are raised below
         print(plan, file=sys.stderr)
     result = Result(plan, loaded, model=model if isinstance(model, Module) else None)
     result.source = _name_of(model)

@@ -76,7 +76,8 @@ def warnings_of(plan: Plan, model: Any, modifiers: Sequence[Modifier]) -> Iterat
     """Yield what works, but perhaps not as one thinks."""
     modules = dict(model.named_modules())
     for pattern in plan.config.ignore:
-        if not _matches(modules, pattern):
+        usual = pattern == "lm_head"  # in every recipe, also where it is tied and so not there
+        if not usual and not _matches(modules, pattern):
             yield f"{pattern!r} in ignore matches no module"
     for modifier in modifiers:
         if isinstance(modifier, QuantizationModifier):
