@@ -82,6 +82,6 @@ def completing(names: Iterable[str]) -> Callable[[str], list[str]]:
 
     def complete(incomplete: str) -> list[str]:
         before, comma, last = incomplete.rpartition(",")
-        return [f"{before}{comma}{name}" for name in known if name.lower().startswith(last.lower())]
+        return [f"{before}{comma}{name}" for name in known if name.startswith(last)]
 
     return complete

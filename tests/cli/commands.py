@@ -1,0 +1,30 @@
+"""What a command answered, and the environment that it is given in."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[2]
+
+
+class Answer(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+    @property
+    def document(self) -> Any:
+        return json.loads(self.out)
+
+
+Command = Callable[..., Answer]
+
+
+def environment_with(**more: str) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("STEELYARD", "_STEELYARD"))}
+    path = os.pathsep.join(p for p in (str(ROOT / "src"), kept.get("PYTHONPATH")) if p)
+    return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **more}

@@ -1,0 +1,47 @@
+"""compare, the command: one row for each case, and the document of the Python call."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from commands import Command
+
+from steelyard.pipelines.compare import compare
+
+
+def test_document_is_that_of_the_python_call(
+    steelyard: Command, model: Path, tmp_path: Path
+) -> None:
+    report = tmp_path / "report.json"
+    options = ["--schemes", "w4a16,FP8", "--observers", "memoryless_minmax,optimal"]
+    answer = steelyard("compare", model, *options, "--report", report, "--json")
+    assert answer.code == 0, answer.err
+    names = ["memoryless_minmax", "optimal"]
+    expected = compare(model, ["W4A16", "FP8"], names).as_dict()
+    for document in (answer.document, json.loads(report.read_text())):
+        assert document["schema"] == 1
+        for case, other in zip(document["cases"], expected["cases"], strict=True):
+            assert {**case, "seconds": 0} == {**other, "seconds": 0}
+
+
+def test_tables(steelyard: Command, model: Path) -> None:
+    answer = steelyard("compare", model, "--schemes", "W4A16", "--observers", "mse,optimal")
+    lines = answer.out.splitlines()
+    assert lines[0].split() == ["scheme", "observer", "bits", "error", "SNR", "dB", "worst", "time"]
+    assert [line.split()[:3] for line in lines[1:3]] == [
+        ["A", "W4A16", "mse"],
+        ["B", "W4A16", "optimal"],
+    ]
+    layers = [line.split() for line in lines if line.startswith("model.layers")]
+    assert [row[0] for row in layers] == [f"model.layers.{i}" for i in range(3)]
+    assert all(float(row[2]) >= float(row[1]) for row in layers), "optimal is never worse"
+
+
+def test_scheme_that_does_not_fit_is_told_and_the_others_run(
+    steelyard: Command, model: Path
+) -> None:
+    options = ["--filter", "o_proj", "--schemes", "FP8_BLOCK,W8A8", "--observers", "optimal"]
+    whole = steelyard("compare", model, *options)
+    assert whole.code == 0
+    assert [line.split()[1] for line in whole.out.splitlines()[1:3]] == ["FP8_BLOCK", "W8A8"]

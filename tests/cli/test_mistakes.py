@@ -1,0 +1,197 @@
+"""Mistakes: one line, a remedy, and an exit code; a stack trace only where it is asked for."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import Command
+
+from steelyard.cli.mistakes import WORDS, explain
+from steelyard.errors import SteelyardError
+
+SOURCE = Path(__file__).parents[2] / "src" / "steelyard"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("quantise M", "there is no command 'quantise': did you mean 'quantize'?"),
+        ("quantize M --shceme W4A16", "there is no option --shceme: did you mean '--scheme'?"),
+        ("quantize M --scheme W4A61 -o q", "there is no scheme 'W4A61': did you mean 'W4A16'?"),
+        (
+            "quantize M --scheme W8A8 --observer optimum -o q",
+            "there is no observer 'optimum': did you mean 'optimal'?",
+        ),
+        (
+            "quantize M --scheme W8A8 --pipeline sequental -o q",
+            "there is no pipeline 'sequental': did you mean 'sequential'?",
+        ),
+        (
+            "quantize M --scheme W8A8 --uncalibrated weights -o q",
+            "there is no choice 'weights': did you mean 'weights-only'?",
+        ),
+        ("quantize M -o q", "one of --scheme and --recipe is missing, such as --scheme W4A16"),
+        ("quantize M --scheme W8A8", "-o is missing: where should the checkpoint go?"),
+        (
+            "quantize M --scheme W8A8 --recipe r.yaml -o q",
+            "--scheme and --recipe exclude each other: write it into the recipe",
+        ),
+        (
+            "quantize M --recipe r.yaml --gptq -o q",
+            "--gptq and --recipe exclude each other: write it into the recipe",
+        ),
+        ("quantize M --recipe r.yaml -o q", "there is no recipe file r.yaml"),
+        ("quantize M --scheme FP8 -o q", "--data is missing: static activations"),
+        ("quantize M --scheme W8A8 --gptq -o q", "--data is missing: static activations"),
+        (
+            "quantize M --scheme FP8 --data a --statistics b -o q",
+            "--statistics and --data exclude each other",
+        ),
+        ("quantize M --scheme W8A8 -o q --samples 0", "--samples: "),
+        ("quantize M --scheme W8A8 -o q --samples many", "--samples: "),
+        ("quantize ./nothing --scheme W8A8 -o q", "there is no folder './nothing'"),
+        ("quantize M/config.json --scheme W8A8 -o q", "is a file; give the folder"),
+        ("quantize", "missing argument"),
+        ("quantize M --scheme", "requires an argument"),
+        ("quantize M --scheme W4A16 --targets re:.*w1 -o q", "matches no module"),
+        ("inspect M --filter nothing", "matches 'nothing'"),
+        ("inspect M --filter re:(", "'re:(' is no expression"),
+        ("compare M --schemes W9A9", "there is no scheme 'W9A9'"),
+        ("compare M --observers , --schemes W8A8", "give at least one observer and one scheme"),
+        ("compare M --observers imatrix_mse", "weighs columns by calibration data"),
+        ("compare M --report nowhere/r.json", "there is no folder nowhere for the report"),
+        ("compare M --filter nothing", "is left to compare"),
+        ("merge nothing -o x", "there is no file nothing"),
+        ("merge x", "missing option"),
+        ("ls scheme", "there is no list 'scheme': did you mean 'schemes'?"),
+    ],
+)
+def test_usage_errors(
+    arguments: str,
+    said: str,
+    steelyard: Command,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    answer = steelyard(*arguments.replace("M", str(model), 1).split(" "))
+    assert answer.code == 2, answer
+    assert answer.out == ""
+    assert answer.err.startswith("error: ")
+    assert said in answer.err
+    assert "Traceback" not in answer.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_failures_in_data_and_checkpoints(
+    steelyard: Command, model: Path, workplace: Path, tmp_path: Path
+) -> None:
+    full, empty = tmp_path / "full", tmp_path / "empty"
+    for folder in (full, empty):
+        folder.mkdir()
+    (full / "file").write_text("mine")
+    for arguments, said in (
+        (("quantize", model, "-o", full, "--scheme", "W8A8"), "holds with --overwrite"),
+        (
+            ("quantize", model, "-o", model, "--scheme", "W8A8", "--overwrite"),
+            "is the source itself",
+        ),
+        (("inspect", empty), "holds no *.safetensors"),
+        (("quantize", empty, "-o", tmp_path / "q", "--scheme", "W8A8"), "is this the folder of"),
+        (
+            ("quantize", model, "-o", tmp_path / "q", "--scheme", "FP8", "--data", "none.txt"),
+            "there is no file 'none.txt'",
+        ),
+    ):
+        answer = steelyard(*arguments)
+        assert answer.code == 1, answer
+        last = answer.err.splitlines()[-1]
+        assert last.startswith("error: ") and said in last
+        assert "Traceback" not in answer.err
+
+
+def test_lines_that_say_the_same_of_several_modules_are_one(
+    steelyard: Command, model: Path, tmp_path: Path
+) -> None:
+    options = ("--scheme", "W4A16", "--group-size", 96)
+    answer = steelyard("quantize", model, "-o", tmp_path / "q", *options)
+    assert answer.code == 2
+    lines = answer.err.splitlines()
+    assert lines[0] == "error: the recipe does not fit the model, and nothing was done:"
+    assert len(lines) == 8
+    assert all("{0-2}" in line and line.endswith("(3 modules)") for line in lines[1:])
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_translated_words_are_still_said_somewhere(words: str) -> None:
+    texts = (path.read_text("utf-8") for path in SOURCE.rglob("*.py") if "cli" not in path.parts)
+    assert any(words in text for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (FileNotFoundError(errno.ENOENT, "x", "a/b"), 1, "a/b: there is no such file or folder"),
+        (PermissionError(errno.EACCES, "x", "a/b"), 1, "a/b: this user has no permission"),
+        (OSError(errno.ENOSPC, "x", "a/b"), 1, "a/b: the disk is full; make room"),
+        (OSError(errno.EIO, "Input/output error"), 1, "Input/output error"),
+        (MemoryError(), 1, "there is not enough memory"),
+        (ModuleNotFoundError("No module named 'datasets'", name="datasets"), 1, "install datasets"),
+        (SteelyardError("layer is wrong; mend it"), 1, "layer is wrong; mend it"),
+        (RuntimeError("some\n library"), 1, "some library (--traceback shows where)"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+)
+def test_one_line_for_each_kind_of_error(
+    error: BaseException, code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert explain(error) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ") and said in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_a_defect_shows_where_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    def broken() -> None:
+        raise AttributeError("no attribute 'x'")
+
+    with pytest.raises(AttributeError) as caught:
+        broken()
+    assert explain(caught.value) == 1
+    said = capsys.readouterr().err
+    assert "in broken" in said
+    assert "This is a defect of Steelyard" in said.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("option", "environment", "shown"),
+    [
+        (False, None, False),
+        (True, None, True),
+        (False, "1", True),
+        (False, "0", False),
+        (False, "", False),
+        (False, "false", False),
+    ],
+)
+def test_traceback_where_it_is_asked_for(
+    option: bool,
+    environment: str | None,
+    shown: bool,
+    steelyard: Command,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("STEELYARD_TRACEBACK", raising=False)
+    if environment is not None:
+        monkeypatch.setenv("STEELYARD_TRACEBACK", environment)
+    extra: list[Any] = ["--traceback"] if option else []
+    answer = steelyard("inspect", tmp_path, *extra)
+    assert answer.code == 1
+    assert ("Traceback" in answer.err) is shown
+    assert "holds no *.safetensors" in answer.err.splitlines()[-1]

@@ -1,0 +1,171 @@
+"""quantize: the same as the Python call, and what it says about it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import Command
+from families import read
+
+from steelyard import oneshot
+from steelyard.checkpoint import CheckpointWriter, Shards, validate_checkpoint
+from steelyard.modifiers import GPTQModifier, QuantizationModifier
+
+
+def assert_same_tensors(first: Path, second: Path) -> None:
+    left, right = read(first), read(second)
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert torch.equal(tensor.view(torch.uint8), right[name].view(torch.uint8)), name
+
+
+def test_document_and_checkpoint_are_those_of_the_python_call(
+    process: Command, model: Path, tmp_path: Path
+) -> None:
+    answer = process("quantize", model, "-o", "out", "--scheme", "W4A16", "--json")
+    assert answer.code == 0, answer.err
+    recipe = QuantizationModifier(scheme="W4A16", ignore=["lm_head"], weight_observer="optimal")
+    expected = oneshot(model, recipe, output_dir=tmp_path / "expected")
+    assert_same_tensors(tmp_path / "out", tmp_path / "expected")
+    found = answer.document
+    assert (found["schema"], found["command"]) == (1, "quantize")
+    assert found["modules"] == {
+        name: {"error": m.error, "tokens": m.tokens, "details": m.details}
+        for name, m in expected.modules.items()
+    }
+    assert found["source_bytes"] == Shards(model).total_bytes
+    assert found["output_bytes"] == Shards(tmp_path / "out").total_bytes
+    assert {"name": "lm_head", "reason": "ignored by 'lm_head'"} in found["left"]
+    assert "21 modules quantized" in answer.err  # the plan
+
+
+@pytest.mark.parametrize(
+    ("options", "recipe"),
+    [
+        (
+            ["--scheme", "fp8", "--observer", "memoryless-minmax"],
+            QuantizationModifier(
+                scheme="FP8", ignore=["lm_head"], weight_observer="memoryless_minmax"
+            ),
+        ),
+        (
+            ["--scheme", "W4A16", "--gptq"],
+            GPTQModifier(scheme="W4A16", ignore=["lm_head"]),
+        ),
+        (
+            ["--scheme", "NVFP4", "--ignore", "lm_head", "--ignore", "re:.*down_proj"],
+            QuantizationModifier(
+                scheme="NVFP4", ignore=["lm_head", "re:.*down_proj"], weight_observer="optimal"
+            ),
+        ),
+    ],
+    ids=["static", "gptq", "ignore"],
+)
+def test_data_runs_are_those_of_the_python_call(
+    options: list[str],
+    recipe: QuantizationModifier,
+    steelyard: Command,
+    workplace: Path,
+    model: Path,
+    tmp_path: Path,
+) -> None:
+    data = workplace / "calibration.txt"
+    limits = ["--samples", 3, "--max-seq-length", 32, "--batch-size", 2, "--seed", 5]
+    answer = steelyard("quantize", model, "-o", tmp_path / "a", "--data", data, *options, *limits)
+    assert answer.code == 0, answer.err
+    oneshot(
+        model,
+        recipe,
+        str(data),
+        tmp_path / "b",
+        num_calibration_samples=3,
+        max_seq_length=32,
+        batch_size=2,
+        seed=5,
+    )
+    assert_same_tensors(tmp_path / "a", tmp_path / "b")
+    assert "3 samples with 96 tokens" in answer.out
+    assert f"checkpoint: {tmp_path / 'a'}" in answer.out
+
+
+def test_summary_has_a_line_for_each_kind_of_module(
+    steelyard: Command, model: Path, tmp_path: Path
+) -> None:
+    answer = steelyard("quantize", model, "-o", tmp_path / "q", "--scheme", "W8A8")
+    lines = answer.out.splitlines()
+    assert lines[0].split() == ["modules", "count", "error", "worst"]
+    assert lines[1].split()[:2] == ["model.layers.{0-2}.mlp.down_proj", "3"]
+    assert len([line for line in lines if line.startswith("model.layers.{0-2}")]) == 7
+    assert "left as it was: lm_head (ignored by 'lm_head')" in lines
+    assert any(line.startswith("21 modules quantized in") for line in lines)
+    assert answer.err.startswith("21 modules quantized")
+
+
+def test_group_size(steelyard: Command, model: Path, tmp_path: Path) -> None:
+    options = ["--scheme", "W4A16", "--group-size", 32, "--targets", "re:.*q_proj"]
+    out = tmp_path / "q"
+    answer = steelyard("quantize", model, "-o", out, *options, "--dry-run", "--json")
+    assert answer.code == 2, "the server fuses q with k and v"
+    assert "fuse" in answer.document["errors"][0]
+    options[-1] = "re:.*o_proj"
+    assert steelyard("quantize", model, "-o", out, *options).code == 0
+    assert read(out)["model.layers.0.self_attn.o_proj.weight_scale"].shape == (128, 4)
+    answer = steelyard("quantize", model, "-o", out, "--scheme", "NVFP4A16", "--group-size", 32)
+    assert answer.code == 2
+    assert "--group-size does not apply to NVFP4A16" in answer.err
+
+
+def test_dry_run_prints_the_plan_and_writes_nothing(
+    steelyard: Command, model: Path, tmp_path: Path
+) -> None:
+    answer = steelyard("quantize", model, "--scheme", "W4A16", "--dry-run")
+    recipe = QuantizationModifier(scheme="W4A16", ignore=["lm_head"], weight_observer="optimal")
+    assert answer.code == 0
+    assert answer.out.strip() == str(oneshot(model, recipe, dry_run=True).plan)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_interrupted_run_is_taken_up_again(
+    steelyard: Command, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ("quantize", model, "-o", tmp_path / "q", "--scheme", "W4A16")
+    assert steelyard(*arguments[:3], tmp_path / "expected", *arguments[4:]).code == 0
+    add, asked = CheckpointWriter.add, threading.Event()
+
+    def interrupted(self: CheckpointWriter, *given: Any) -> None:
+        add(self, *given)
+        if not asked.is_set():
+            asked.set()
+            os.kill(os.getpid(), signal.SIGINT)
+            threading.Event().wait(1)  # the run must not end before it is interrupted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointWriter, "add", interrupted)
+        answer = steelyard(*arguments)
+    assert answer.code == 130
+    assert answer.err.splitlines()[-1] == (
+        "error: interrupted; the same command takes the run up where it was"
+    )
+    assert not (tmp_path / "q").exists()
+    assert steelyard(*arguments).code == 0
+    assert validate_checkpoint(tmp_path / "q", source=Shards(model)) == []
+    assert_same_tensors(tmp_path / "q", tmp_path / "expected")
+
+
+def test_only_the_first_rank_speaks(
+    steelyard: Command, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ("quantize", model, "--scheme", "W8A8", "--dry-run")
+    monkeypatch.setenv("RANK", "1")
+    assert steelyard(*arguments) == (0, "", "")
+    assert steelyard(*arguments, "--json") == (0, "", "")
+    failed = steelyard("quantize", model, "--scheme", "W9A9")
+    assert failed.err.startswith("error (rank 1): there is no scheme 'W9A9'")
+    monkeypatch.setenv("RANK", "0")
+    assert "21 modules" in steelyard(*arguments).out
