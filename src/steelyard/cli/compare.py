@@ -54,7 +54,10 @@ def compare(
     report: Annotated[
         Path | None,
         typer.Option(
-            "--report", metavar="FILE", help="Write the comparison there.", show_default=False
+            "--report",
+            metavar="FILE",
+            help="Write the comparison there: a page to .html, else JSON.",
+            show_default=False,
         ),
     ] = None,
     json: options.Json = False,
@@ -99,13 +102,43 @@ def compare(
 
 
 def write_comparison_report(comparison: Comparison, path: Path) -> None:
-    """Write a comparison to a file: a page where there is a report for it, else JSON."""
+    """Write a comparison to a file: a page if its name ends so, else JSON."""
+    if path.suffix.lower() in (".html", ".htm"):
+        path.write_text(_page(comparison), "utf-8")
+        return
     import json
 
     from steelyard.cli.terminal import SCHEMA
 
     document = {"schema": SCHEMA, "command": "compare", **comparison.as_dict()}
     path.write_text(json.dumps(document, indent=2) + "\n", "utf-8")
+
+
+def _page(comparison: Comparison) -> str:
+    from steelyard.pipelines.compare import layer_of, snr
+    from steelyard.report import (  # type: ignore[import-not-found,unused-ignore]
+        ComparisonRow,
+        Report,
+    )
+
+    layers = [names for layer, names in comparison.layers().items() if layer_of(layer)]
+    cases = [case for case in comparison.cases if not case.refused]
+    rows = [
+        ComparisonRow(
+            scheme=case.scheme,
+            observer=case.observer,
+            bytes=case.stored_bytes,
+            error=(error := comparison.error(case)),
+            snr=snr(error),
+            layers=[comparison.error(case, names) for names in layers],
+            seconds=case.seconds,
+        )
+        for case in cases
+    ]
+    refused = {case.scheme: case.refused for case in comparison.cases if case.refused}
+    notes = [f"{scheme} does not fit: {reasons[0]}" for scheme, reasons in refused.items()]
+    report = Report(title=comparison.folder.name, comparison=rows, notes=notes)
+    return str(report.to_html())
 
 
 def print_comparison(comparison: Comparison) -> None:

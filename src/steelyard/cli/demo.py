@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from steelyard.cli import options
+from steelyard.cli.evaluate import add_to_report, numbers_of
 from steelyard.cli.quantize import report_in
 from steelyard.cli.ranks import is_first
 from steelyard.cli.terminal import (
@@ -24,6 +25,7 @@ from steelyard.cli.terminal import (
 
 if TYPE_CHECKING:
     from steelyard.modifiers import QuantizationModifier
+    from steelyard.pipelines.result import Result
 
 __all__ = ["demo"]
 
@@ -60,13 +62,13 @@ def demo(
         held_out_texts,
         model_folder,
     )
-    from steelyard.evaluate import evaluate  # type: ignore[import-not-found,unused-ignore]
+    from steelyard.evaluate import evaluate
     from steelyard.pipelines.oneshot import oneshot
 
     started = time.perf_counter()
     folder = output or Path(tempfile.mkdtemp(prefix="steelyard-demo-"))
     model = Path(model_folder())
-    calibration, held_out = list(calibration_texts()), list(held_out_texts())
+    calibration, held_out = calibration_texts(samples), held_out_texts(samples)
     original = Shards(model).total_bytes
     found: list[dict[str, Any]] = []
     for name, recipe in ways().items():
@@ -93,26 +95,38 @@ def demo(
         ).as_dict()
         report = report_in(target)
         if (target / "report.json").is_file() and is_first():
-            from steelyard.report import (  # type: ignore[import-not-found,unused-ignore]
-                add_evaluation,
-            )
-
-            add_evaluation(target, measured)
+            add_to_report(target, measured)
         found.append(
             {
                 "name": name,
                 "output": str(target),
                 "report": None if report is None else str(report),
                 "bytes": Shards(target).total_bytes,
+                "error": _mean_error(result),
                 "seconds": result.seconds,
                 "evaluation": measured,
             }
         )
+    page = None
+    if is_first():
+        page = write_demo_report(found, folder)
     if json:
-        content = {"model": str(model), "source_bytes": original, "results": found}
+        content = {
+            "model": str(model),
+            "source_bytes": original,
+            "report": None if page is None else str(page),
+            "results": found,
+        }
         print_document("demo", content)
         return
-    _print(found, original, folder, time.perf_counter() - started)
+    _print(found, original, folder, page, time.perf_counter() - started)
+
+
+def _mean_error(result: Result) -> float:
+    """Return the error of the stored weights, each module counted by its size."""
+    sizes = {p.name: p.shape[0] * p.shape[1] for p in result.plan.quantized}
+    known = {name: m.error for name, m in result.modules.items() if m.error is not None}
+    return sum(e * sizes[n] for n, e in known.items()) / max(sum(sizes[n] for n in known), 1)
 
 
 def ways() -> dict[str, QuantizationModifier]:
@@ -145,7 +159,31 @@ def ways() -> dict[str, QuantizationModifier]:
     }
 
 
-def _print(found: list[dict[str, Any]], original: int, folder: Path, seconds: float) -> None:
+def write_demo_report(found: list[dict[str, Any]], folder: Path) -> Path:
+    """Write a page that compares the checkpoints; each has one of its own, too."""
+    from steelyard.report import (  # type: ignore[import-not-found,unused-ignore]
+        ComparisonRow,
+        Report,
+        write_files,
+    )
+
+    rows = [
+        ComparisonRow(
+            scheme=each["name"],
+            bytes=each["bytes"],
+            error=each["error"],
+            seconds=each["seconds"],
+            evaluation=numbers_of(each["evaluation"]),
+        )
+        for each in found
+    ]
+    write_files(Report(title="steelyard demo", comparison=rows), folder)
+    return folder / "report.html"
+
+
+def _print(
+    found: list[dict[str, Any]], original: int, folder: Path, page: Path | None, seconds: float
+) -> None:
     base = found[0]["evaluation"]["base_perplexity"]
     rows = [["as it was", size(original), number(base, 4), "", "", ""]]
     rows += [
@@ -175,5 +213,4 @@ def _print(found: list[dict[str, Any]], original: int, folder: Path, seconds: fl
         f"{len(found)} checkpoints in {folder}, {duration(seconds)}; KL is the divergence from the "
         "original, less is better"
     )
-    if found[0]["report"]:
-        print_line(f"report of the first: {found[0]['report']}")
+    print_line(f"report: {page}")

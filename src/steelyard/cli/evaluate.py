@@ -36,8 +36,8 @@ def evaluate(
             show_default=False,
         ),
     ],
-    samples: options.Samples = 64,
-    max_seq_length: options.MaxSeqLength = 512,
+    samples: options.Samples = 128,
+    max_seq_length: options.MaxSeqLength = 2048,
     batch_size: options.BatchSize = 1,
     text_column: options.TextColumn = "text",
     seed: options.Seed = 0,
@@ -52,7 +52,7 @@ def evaluate(
     Example:
       steelyard evaluate path/to/model model-FP8 --data held-out.txt --samples 4
     """
-    from steelyard.evaluate import evaluate as run  # type: ignore[import-not-found,unused-ignore]
+    from steelyard.evaluate import evaluate as run
 
     found = run(
         base,
@@ -68,11 +68,7 @@ def evaluate(
     content: dict[str, Any] = found.as_dict()
     report = Path(quantized) / "report.json"
     if report.is_file() and is_first():
-        from steelyard.report import (  # type: ignore[import-not-found,unused-ignore]
-            add_evaluation,
-        )
-
-        add_evaluation(Path(quantized), content)
+        add_to_report(Path(quantized), content)
     if json:
         print_document("evaluate", {"base": base, "quantized": quantized, **content})
         return
@@ -90,5 +86,18 @@ def evaluate(
     )
     print_line()
     print_line(f"over {content['tokens']:,} tokens of {data}")
+    for note in content["notes"]:
+        print_line(f"note: {note}")
     if report.is_file():
         print_line(f"added to {report}")
+
+
+def add_to_report(folder: Path, evaluation: dict[str, Any]) -> None:
+    """Add the numbers of an evaluation to the report beside a checkpoint."""
+    from steelyard.report import add_evaluation  # type: ignore[import-not-found,unused-ignore]
+
+    add_evaluation(folder, numbers_of(evaluation))
+
+
+def numbers_of(evaluation: dict[str, Any]) -> dict[str, float]:
+    return {name: v for name, v in evaluation.items() if isinstance(v, (int, float))}

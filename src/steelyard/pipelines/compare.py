@@ -33,12 +33,14 @@ __all__ = ["Case", "Comparison", "compare", "layer_of", "snr"]
 class Case:
     """One scheme with one observer.
 
+    stored_bytes: what all weights that the scheme quantizes would take, also those left out here
     errors:  module -> squared error of the stored weight over the weight's sum of squares
     refused: why the scheme does not fit the model; then there are no errors
     """
 
     scheme: str
     observer: str
+    stored_bytes: int | None = None
     bits_per_weight: float | None = None
     seconds: float = 0.0
     errors: dict[str, float] = field(default_factory=dict)
@@ -82,6 +84,7 @@ class Comparison:
                 {
                     "scheme": case.scheme,
                     "observer": case.observer,
+                    "bytes": case.stored_bytes,
                     "bits_per_weight": case.bits_per_weight,
                     "seconds": case.seconds,
                     "error": (error := self.error(case)),
@@ -195,7 +198,8 @@ def _plan(case: Case, source: Source, ignore: Sequence[str]) -> Plan:
         case.refused = [f"{case.scheme} quantizes no weight"]
     weights = sum(math.prod(p.shape) for p in plan.quantized)
     if not case.refused:
-        case.bits_per_weight = 8 * sum(p.stored_bytes for p in plan.quantized) / weights
+        case.stored_bytes = sum(p.stored_bytes for p in plan.quantized)
+        case.bits_per_weight = 8 * case.stored_bytes / weights
     return plan
 
 
