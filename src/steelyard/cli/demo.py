@@ -43,7 +43,7 @@ def demo(
             show_default="a folder for temporary files",
         ),
     ] = None,
-    samples: options.Samples = 32,
+    samples: options.Samples = 16,
     max_seq_length: options.MaxSeqLength = 128,
     json: options.Json = False,
 ) -> None:
