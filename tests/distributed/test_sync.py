@@ -8,10 +8,7 @@ fails by a timeout.
 from __future__ import annotations
 
 import datetime
-import os
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +23,7 @@ from compressed_tensors.quantization import (
 )
 from torch import distributed as dist
 from torch.testing import assert_close
+from world import start as start_world
 
 from steelyard.calibration import Calibration
 from steelyard.errors import StatisticsError
@@ -65,7 +63,6 @@ MEMORYLESS = [n for n in NAMES if not Observer.get_value_from_registry(n)._act_s
 MERGING = [n for n in NAMES if n not in MEMORYLESS]
 ACCUMULATING = [n for n in MERGING if n not in GATHERING]
 
-TIMEOUT = 150  # seconds until a world that hangs is given up
 HANG = datetime.timedelta(seconds=30)  # until a rank stops waiting for the others
 
 
@@ -256,7 +253,7 @@ def run_disagreeing_cases(rank: int, world: int) -> Iterator[tuple[str, dict[str
 RUNS = {"agreeing": run_cases, "disagreeing": run_disagreeing_cases}
 
 
-def work_as_rank(run: str, rank: int, world: int, folder: Path) -> None:
+def work_as_rank(rank: int, world: int, folder: Path, run: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -276,33 +273,9 @@ def work_as_rank(run: str, rank: int, world: int, folder: Path) -> None:
 
 def start(run: str, world: int, folder: Path) -> list[dict[str, Any]]:
     """Run one world to its end; return the records of each rank."""
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    paths = [p for p in sys.path if p]  # pytest may have added where steelyard is
-    environment["PYTHONPATH"] = os.pathsep.join(paths)
-    command = [sys.executable, "-W", "ignore", __file__]
-    logs = [folder / f"rank{rank}.log" for rank in range(world)]
-    processes = []
-    deadline = time.monotonic() + TIMEOUT
-    try:
-        for rank, log in enumerate(logs):
-            with log.open("wb") as output:
-                processes.append(
-                    subprocess.Popen(
-                        [*command, run, str(rank), str(world), str(folder)],
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
-                        env=environment,
-                    )
-                )
-        codes = [p.wait(timeout=max(0.1, deadline - time.monotonic())) for p in processes]
-    except subprocess.TimeoutExpired:
-        codes = [process.poll() for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    if any(code != 0 for code in codes):
-        tails = [f"rank {r} ({codes[r]}): {log.read_text()[-2000:]}" for r, log in enumerate(logs)]
+    codes, said = start_world(__file__, [run], world, folder)
+    if codes != [0] * world:
+        tails = [f"rank {r} ({codes[r]}): {text[-2000:]}" for r, text in enumerate(said)]
         pytest.fail("\n".join([f"{world} ranks did not finish", *tails]))
     return [torch.load(folder / f"rank{r}.pt", weights_only=True) for r in range(world)]
 
@@ -496,4 +469,4 @@ def test_outside_a_process_group_nothing_happens(name: str) -> None:
 
 
 if __name__ == "__main__":
-    work_as_rank(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
+    work_as_rank(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])

@@ -60,6 +60,8 @@ def wants_traceback(arguments: list[str]) -> bool:
 def explain(error: BaseException, show_traceback: bool = False) -> int:
     """Say on standard error what went wrong; return the exit code."""
     code, message = _verdict(error)
+    if getattr(error, "silent", False):  # another rank says it
+        return code
     if show_traceback or message is None:
         traceback.print_exception(error)
     who = f"error (rank {rank()})" if rank() else "error"

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from steelyard.cli import options
-from steelyard.cli.ranks import is_first
+from steelyard.cli.ranks import is_first, join
 from steelyard.cli.recipe import recipe_from
 from steelyard.cli.terminal import duration, print_document, print_line, size
 
@@ -57,6 +57,7 @@ def observe(
     from steelyard.pipelines.oneshot import oneshot
 
     more: dict[str, Any] = {"save_statistics": output}
+    join()
     result = oneshot(
         model,
         made,

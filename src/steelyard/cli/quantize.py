@@ -10,7 +10,7 @@ import typer
 from steelyard.cli import options
 from steelyard.cli.grouping import grouped, joined_lines
 from steelyard.cli.mistakes import USAGE, Interrupted
-from steelyard.cli.ranks import is_first
+from steelyard.cli.ranks import is_first, join
 from steelyard.cli.recipe import recipe_from
 from steelyard.cli.terminal import (
     Column,
@@ -103,6 +103,7 @@ def quantize(
             "--data is missing: static activations, importance and GPTQ need calibration data"
         )
     more: dict[str, Any] = {} if statistics is None else {"statistics": statistics}
+    join()
     try:
         result = oneshot(
             model,

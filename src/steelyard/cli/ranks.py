@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["is_first", "rank"]
+__all__ = ["is_first", "join", "rank"]
 
 
 def rank() -> int:
@@ -15,3 +15,11 @@ def rank() -> int:
 
 def is_first() -> bool:
     return rank() == 0
+
+
+def join() -> None:
+    """Work together with the other processes that torchrun has started."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        from steelyard.distributed import join_from_environment
+
+        join_from_environment()

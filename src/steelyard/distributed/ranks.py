@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import os
 import pickle
 import time
@@ -165,17 +166,21 @@ class Ranks:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Tell the others when this rank fails in here."""
+        """Tell the others when this rank fails in here.
+
+        An error that another rank speaks of already has the attribute `silent`, so that a program
+        can say it once.
+        """
         before, Ranks._active = Ranks._active, self
         try:
             yield
-        except RanksError:
-            raise
         except BaseException as error:
             if self.count > 1:
                 with contextlib.suppress(Exception):  # the store may be gone
-                    self.store.set(f"failed/{self.rank}", f"{type(error).__name__}: {error}")
-                    self.store.set("failed", str(self.rank))
+                    error.__dict__["silent"] = self.store.add("speakers", 1) > 1
+                    if not isinstance(error, RanksError):
+                        self.store.set(f"failed/{self.rank}", f"{type(error).__name__}: {error}")
+                        self.store.set("failed", str(self.rank))
             raise
         finally:
             Ranks._active = before
@@ -219,7 +224,7 @@ class Ranks:
             return "the process that holds the ranks together, rank 0 or torchrun, is gone"
 
     def _last_seen(self, rank: int) -> str:
-        place = "before its first layer"
+        place = "before its first step"
         if self.store.check([f"at/{rank}"]):
             place = f"at {self.store.get(f'at/{rank}').decode()}"
         return (
@@ -228,9 +233,26 @@ class Ranks:
         )
 
 
+class _Pickler(pickle.Pickler):
+    """Sends tensors as their bytes: torch's own way does not know all types."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return NotImplemented
+        flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return _tensor, (bytearray(flat.numpy()), value.dtype, tuple(value.shape))
+
+
+def _tensor(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    if not data:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(shape)
+
+
 def _pack(value: Any) -> torch.Tensor:
-    data = bytearray(pickle.dumps(value, protocol=5))
-    return torch.frombuffer(data, dtype=torch.uint8)
+    stream = io.BytesIO()
+    _Pickler(stream, protocol=5).dump(value)
+    return torch.frombuffer(bytearray(stream.getbuffer()), dtype=torch.uint8)
 
 
 def _unpack(data: torch.Tensor) -> Any:

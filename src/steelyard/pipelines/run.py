@@ -301,6 +301,7 @@ class Run:
         run:    passes all data through the module, as it is before
         onward: passes it through the quantized module
         """
+        self.ranks.at(name or "the model as a whole")
         with self.source.loaded(module, name, without):
             stages = self._stages(module, name, onward) if onward is not None else None
             if onward is None or stages is None:

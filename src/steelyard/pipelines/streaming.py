@@ -182,6 +182,7 @@ class Stream:
         self.budget = budget_of(view, jobs)
         self.done: dict[int, int] = {}  # shard -> its jobs that are done
         self.jobs: list[tuple[int, Job]] = []  # those left to this rank, and their shards
+        self._shard = -1  # the one that is being written
         self._stopped = False  # nothing may be written any more
 
     def run(self, done: dict[int, int]) -> None:
@@ -265,6 +266,9 @@ class Stream:
         if self._stopped:  # else a job could follow one that failed or was cancelled
             return
         try:
+            if shard != self._shard:
+                self.writer.ranks.at(f"shard {shard + 1} of {len(self.shards)}")
+                self._shard = shard
             self.writer.at(shard)
             self._put(job, weights, stored)
             self.done[shard] = self.done.get(shard, 0) + 1

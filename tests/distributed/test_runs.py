@@ -1,0 +1,276 @@
+"""Whole runs over ranks: any number of them writes the bytes that one process writes.
+
+The file is its own worker. Each world runs all cases in turn, so that libraries are imported once.
+"""
+
+from __future__ import annotations
+
+import datetime
+import filecmp
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import small_model, token_batches
+from torch import distributed as dist
+from world import start
+
+from steelyard.checkpoint import CheckpointWriter
+from steelyard.distributed import Ranks
+from steelyard.errors import RanksError
+from steelyard.pipelines import streaming
+from steelyard.pipelines.oneshot import oneshot
+
+WORLDS = (2, 3, 4)
+HANG = 25  # seconds until a rank stops waiting for the others
+
+
+def group(observer: str, **weights: Any) -> dict[str, Any]:
+    base = {"num_bits": 4, "strategy": "group", "group_size": 16, "observer": observer}
+    return {"targets": ["Linear"], "weights": {**base, **weights}}
+
+
+def inputs(observer: str, **more: Any) -> dict[str, Any]:
+    return {"num_bits": 8, "strategy": "tensor", "observer": observer, "dynamic": False, **more}
+
+
+CHANNEL = {"num_bits": 8, "strategy": "channel", "observer": "memoryless_mse"}
+STATIC = {
+    "QuantizationModifier": {
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "attention": {
+                "targets": ["re:.*[qkv]_proj$"],
+                "weights": CHANNEL,
+                "input_activations": inputs("minmax"),
+            },
+            "o": {
+                "targets": ["re:.*o_proj$"],
+                "weights": CHANNEL,
+                "input_activations": inputs("static_minmax", symmetric=False),
+            },
+            "mlp": {
+                "targets": ["re:.*(gate|up|down)_proj$"],
+                "weights": CHANNEL,
+                "input_activations": inputs("mse"),
+            },
+        },
+        "kv_cache_scheme": {
+            "num_bits": 8,
+            "type": "float",
+            "strategy": "tensor",
+            "symmetric": True,
+            "dynamic": False,
+            "observer": "minmax",
+        },
+    }
+}
+GPTQ = {"GPTQModifier": {"ignore": ["lm_head"], "config_groups": {"all": group("optimal")}}}
+ORDERED = {
+    "GPTQModifier": {
+        "ignore": ["lm_head"],
+        "actorder": "weight",
+        "config_groups": {"all": group("memoryless_mse", symmetric=False)},
+    }
+}
+FUSED = {"GPTQModifier": {"ignore": ["lm_head"], "targets": ["Linear"], "scheme": "NVFP4"}}
+WEIGHED = {
+    "IMatrixGatherer": {"ignore": ["lm_head"]},
+    "QuantizationModifier": {
+        "ignore": ["lm_head"],
+        "config_groups": {"all": group("imatrix_mse")},
+    },
+}
+PLAIN = {
+    "QuantizationModifier": {"ignore": ["lm_head"], "config_groups": {"all": group("optimal")}}
+}
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "static": (STATIC, {}),
+    "static, error propagated": (STATIC, {"propagate_error": True}),
+    "static, model as a whole": (STATIC, {"pipeline": "basic"}),
+    "gptq": (GPTQ, {}),
+    "gptq, in order of activations": (ORDERED, {}),
+    "gptq, fused": (FUSED, {}),
+    "gptq, one sample": (GPTQ, {"dataset": token_batches()[:1]}),
+    "gptq, in passes": (GPTQ, {"pipeline": "basic"}),
+    "importance": (WEIGHED, {}),
+    "stream": (PLAIN, {"dataset": None}),
+    "weights of a loaded model": (PLAIN, {"dataset": None, "loaded": True}),
+    "static, loaded": (STATIC, {"loaded": True}),
+}
+
+
+def batches() -> list[torch.Tensor]:
+    return [batch for seed in range(3) for batch in token_batches(seed)]
+
+
+def quantize(case: str, folder: Path, output: Path) -> Any:
+    recipe, options = CASES[case]
+    options = {"dataset": batches(), **options}
+    model: Any = small_model("llama") if options.pop("loaded", False) else folder / "model"
+    return oneshot(model, recipe, output_dir=output, **options)
+
+
+def make_source(folder: Path) -> None:
+    small_model("llama").save_pretrained(folder / "model")
+
+
+def cut_small() -> None:
+    """Let small models have many shards, and many marks."""
+    streaming._LEAST_SHARD = 10_000
+    CheckpointWriter.mark_seconds = 0.0
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in sorted(folder.iterdir())}
+
+
+# -- the worker ---------------------------------------------------------------------------------
+
+
+def die_at(place: str, kind: str) -> None:
+    """Let this rank end when it comes to a place."""
+    at = Ranks.at
+
+    def stopping(self: Ranks, now: str) -> None:
+        at(self, now)
+        if not now.startswith(place):
+            return
+        if kind == "memory":
+            raise MemoryError("no room for the last straw")
+        os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+
+    Ranks.at = stopping  # type: ignore[method-assign]
+
+
+def work_as_rank(rank: int, world: int, folder: Path, run: str, *more: str) -> None:
+    torch.set_num_threads(1)
+    cut_small()
+    store = folder / f"store-{run.replace(' ', '-')}"
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world,
+        timeout=datetime.timedelta(seconds=HANG),
+    )
+    if run == "all":
+        for case in CASES:
+            result = quantize(case, folder.parent, folder / case)
+            assert result.output_dir == (folder / case).resolve()
+            assert len(result.modules) >= 21, case
+        return
+    place, kind, victim = more
+    if rank == int(victim):
+        die_at(place, kind)
+    try:
+        quantize(run, folder.parent, folder / "out")
+    except BaseException as error:
+        kind = type(error).__name__
+        print(f"{kind}: {error}|silent={getattr(error, 'silent', None)}")
+        sys.exit(3 if isinstance(error, RanksError) else 4)
+
+
+# -- the tests ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("source")
+    make_source(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(source: Path) -> Path:
+    """What one process writes."""
+    threads = torch.get_num_threads()
+    before = streaming._LEAST_SHARD, CheckpointWriter.mark_seconds
+    torch.set_num_threads(1)
+    cut_small()
+    try:
+        for case in CASES:
+            quantize(case, source, source / "alone" / case)
+    finally:
+        torch.set_num_threads(threads)
+        streaming._LEAST_SHARD, CheckpointWriter.mark_seconds = before
+    return source / "alone"
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_ranks_write_what_one_process_writes(world: int, alone: Path, source: Path) -> None:
+    folder = source / f"world{world}"
+    folder.mkdir()
+    codes, said = start(__file__, ["all"], world, folder)
+    assert codes == [0] * world, "\n".join(text[-2000:] for text in said)
+    for case in CASES:
+        expected, found = contents(alone / case), contents(folder / case)
+        assert list(found) == list(expected), case
+        for name, content in expected.items():
+            assert found[name] == content, f"{case}: {name}"
+
+
+def test_cases_have_something_to_tell_apart(alone: Path) -> None:
+    """Streams are cut into shards, and no two recipes come to the same."""
+    assert len(list((alone / "stream").glob("*.safetensors"))) > 4
+    names = ("static", "static, error propagated", "gptq, one sample")
+    files = [alone / name / "model.safetensors" for name in names]
+    assert not filecmp.cmp(files[0], files[1], shallow=False)
+
+
+# -- ranks that end -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("case", "place", "kind", "victim", "message"),
+    [
+        ("gptq", "model.layers.1", "kill", 1, "rank 1 does not answer"),
+        ("static", "model.layers.2", "kill", 0, "rank 0"),
+        ("stream", "shard", "kill", 1, "rank 1 does not answer"),
+        ("gptq", "model.layers.2", "memory", 1, "rank 1 failed: MemoryError: no room"),
+        ("static", "model.layers.1", "hang", 1, "rank 1 does not answer"),
+    ],
+)
+def test_a_rank_that_ends_is_named_and_the_run_goes_on_later(
+    case: str,
+    place: str,
+    kind: str,
+    victim: int,
+    message: str,
+    source: Path,
+    alone: Path,
+) -> None:
+    folder = source / f"{case}-{kind}-{victim}"
+    folder.mkdir()
+    codes, said = start(__file__, [case, place, kind, str(victim)], 2, folder)
+    survivor = 1 - victim
+    assert codes[survivor] == 3, said
+    assert message in said[survivor]
+    if kind != "memory" and case != "stream":
+        assert f"last heard of at {place}" in said[survivor] or victim == 0
+    if kind == "memory":
+        assert codes[victim] == 4
+        assert [text.count("silent=False") for text in said] == [int(r == victim) for r in (0, 1)]
+    assert not (folder / "out").exists()
+
+    # three ranks go on where two came to
+    again = source / f"{case}-{kind}-{victim}-again"
+    again.mkdir()
+    for path in folder.iterdir():
+        if path.name.endswith(".steelyard"):
+            path.rename(again / path.name)
+    kept = list(again.iterdir())
+    codes, said = start(__file__, [case, "nowhere", "kill", "0"], 3, again)
+    assert codes == [0, 0, 0], said
+    if case != "stream":  # which may have died before its first mark
+        assert kept
+    assert contents(again / "out") == contents(alone / case)
+
+
+if __name__ == "__main__":
+    work_as_rank(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), *sys.argv[4:])
