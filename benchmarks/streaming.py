@@ -161,7 +161,7 @@ def ours(name: str, source: str, output: str):
 
     def copy() -> None:
         with CheckpointView(source) as view, CheckpointWriter(output, source=view) as writer:
-            Stream(view, Plan(None), writer, {}, lambda done: {}).run()
+            Stream(view, Plan(None), writer, {}, dict).run({})
             writer.carry(view)
             writer.finish(view.config)
 
