@@ -21,7 +21,7 @@ from world import start
 
 from steelyard.checkpoint import CheckpointWriter
 from steelyard.distributed import Ranks
-from steelyard.errors import RanksError
+from steelyard.errors import DataError, RanksError
 from steelyard.pipelines import streaming
 from steelyard.pipelines.oneshot import oneshot
 
@@ -165,6 +165,11 @@ def work_as_rank(rank: int, world: int, folder: Path, run: str, *more: str) -> N
             assert result.output_dir == (folder / case).resolve()
             assert len(result.modules) >= 21, case
         return
+    if run == "different":
+        data = token_batches(rank)
+        with pytest.raises(DataError, match="have different calibration data"):
+            oneshot(folder.parent / "model", STATIC, data, folder / "out")
+        return
     place, kind, victim = more
     if rank == int(victim):
         die_at(place, kind)
@@ -221,6 +226,14 @@ def test_cases_have_something_to_tell_apart(alone: Path) -> None:
     names = ("static", "static, error propagated", "gptq, one sample")
     files = [alone / name / "model.safetensors" for name in names]
     assert not filecmp.cmp(files[0], files[1], shallow=False)
+
+
+def test_ranks_with_different_data_are_refused(source: Path) -> None:
+    folder = source / "different"
+    folder.mkdir()
+    codes, said = start(__file__, ["different"], 2, folder)
+    assert codes == [0, 0], said
+    assert not (folder / "out").exists()
 
 
 # -- ranks that end -------------------------------------------------------------------------------

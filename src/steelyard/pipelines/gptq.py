@@ -131,15 +131,22 @@ class Gathering(Hessians):
 
 
 def moment_bytes(plan: Plan) -> int:
-    """Return how much the second moments of the largest layer take; fused layers share theirs."""
+    """Return about how much second moments take.
+
+    Those of a stage are there at once, as up to three matrices while they are added up; where a
+    layer goes in two passes, one of each of its inputs. Fused layers share theirs.
+    """
     shared = {name for group in fused_groups(p.name for p in plan.quantized) for name in group[1:]}
     sizes: dict[str, int] = {}
+    largest = 0
     for planned in plan.quantized:
         if planned.name not in shared:
             number = re.search(r"\.(\d+)\.", planned.name)
             layer = number[1] if number else planned.name
-            sizes[layer] = sizes.get(layer, 0) + 4 * planned.shape[1] ** 2
-    return max(sizes.values(), default=0)
+            one = 4 * planned.shape[1] ** 2
+            sizes[layer] = sizes.get(layer, 0) + one
+            largest = max(largest, one)
+    return max(3 * largest, *sizes.values(), 0)
 
 
 def waiting_bytes(plan: Plan, budget: int) -> int:
