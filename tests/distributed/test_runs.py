@@ -77,6 +77,18 @@ ORDERED = {
         "config_groups": {"all": group("memoryless_mse", symmetric=False)},
     }
 }
+LAST = {
+    "QuantizationModifier": {
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "all": {
+                "targets": ["Linear"],
+                "weights": CHANNEL,
+                "input_activations": inputs("memoryless_minmax"),
+            }
+        },
+    }
+}
 FUSED = {"GPTQModifier": {"ignore": ["lm_head"], "targets": ["Linear"], "scheme": "NVFP4"}}
 WEIGHED = {
     "IMatrixGatherer": {"ignore": ["lm_head"]},
@@ -93,6 +105,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "static": (STATIC, {}),
     "static, error propagated": (STATIC, {"propagate_error": True}),
     "static, model as a whole": (STATIC, {"pipeline": "basic"}),
+    "static, without memory": (LAST, {}),
     "gptq": (GPTQ, {}),
     "gptq, in order of activations": (ORDERED, {}),
     "gptq, fused": (FUSED, {}),

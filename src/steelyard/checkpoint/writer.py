@@ -130,6 +130,7 @@ class CheckpointWriter:
         self.progress, self.finished, self._shards, self._left, self._keep = begun
         for shard in (*self._shards.values(), *self._left.values()):
             self._names.update(shard["names"])
+        self._position = len(self._shards)
         self._open = True
         self._marked = time.monotonic()
         return self

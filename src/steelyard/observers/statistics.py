@@ -134,9 +134,12 @@ def state_of(observer: Observer) -> State:
 def join(observer: Observer, states: Iterable[State]) -> None:
     """Let an observer hold what others like it have seen, one after the other, instead of its own.
 
-    An observer without memory stays as it is.
+    One without memory holds what was seen last.
     """
     if not observer._act_sync_dict:
+        seen = [state for state in states if state[1]]
+        if seen:
+            restore(observer, seen[-1], "what was seen last")
         return
     total = _like(observer)
     for state in states:
