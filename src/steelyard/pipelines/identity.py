@@ -11,7 +11,7 @@ import torch
 
 from steelyard.checkpoint import Shards
 
-__all__ = ["digest_of", "identity_of"]
+__all__ = ["digest_of", "identity_of", "versions"]
 
 _PACKAGES = ("steelyard", "compressed-tensors", "torch")
 
@@ -25,7 +25,7 @@ def identity_of(
     """
     config = (shards.folder / "config.json").read_bytes()
     return {
-        "version": {name: _version(name) for name in _PACKAGES},
+        "version": versions(),
         "source": {
             "folder": str(shards.folder.resolve()),
             "config.json": hashlib.sha256(config).hexdigest(),
@@ -42,6 +42,11 @@ def digest_of(tokens: Iterable[torch.Tensor]) -> str:
     for batch in tokens:
         digest.update(str(tuple(batch.shape)).encode() + batch.contiguous().numpy().tobytes())
     return digest.hexdigest()
+
+
+def versions() -> dict[str, str]:
+    """Return those of the packages that the result depends on."""
+    return {name: _version(name) for name in _PACKAGES}
 
 
 def _file(path: Any) -> str:

@@ -35,6 +35,7 @@ from steelyard.pipelines.saving import Output, save_as_quantized
 from steelyard.pipelines.schemes import apply_schemes
 from steelyard.pipelines.source import Source
 from steelyard.pipelines.staged import holding_budget
+from steelyard.pipelines.statistics import RunStatistics
 from steelyard.pipelines.streaming import budget_of, jobs_of, restack
 from steelyard.pipelines.tokenizer import tokenizer_of
 from steelyard.recipes import Recipe, load_recipe
@@ -64,6 +65,8 @@ def oneshot(
     pipeline: str = "auto",
     propagate_error: bool | None = None,
     uncalibrated: str = "error",
+    save_statistics: str | Path | None = None,
+    statistics: str | Path | None = None,
     overwrite: bool = False,
     resume: bool = True,
     dry_run: bool = False,
@@ -77,13 +80,16 @@ def oneshot(
     model:        a folder, a name on the hub, or a loaded module (which is changed in place)
     recipe:       see `steelyard.recipes.load_recipe`
     dataset:      see `steelyard.pipelines.data.load_samples`; only where the recipe needs data
-    output_dir:   where the checkpoint goes; may be left out for a loaded module
+    output_dir:   where the checkpoint goes; may be left out for a loaded module, or to save only
+                  statistics
     pipeline:     sequential (layer by layer) | basic (the whole model at once) | datafree (from
                   file to file); auto takes the last where no data is needed, else the first
     propagate_error: show each layer what the quantized layers before it give, at the cost of a
                   second pass where the recipe has no GPTQModifier; None does so where a modifier
                   asks for it
     uncalibrated: what a module that no token reached gets: an error, or weights-only
+    save_statistics: a file for what the observers see; see `steelyard.pipelines.statistics`
+    statistics:   such a file, instead of a dataset
     resume:       take up a run for the same output that did not end; False starts anew
     dry_run:      stop after the plan
     leave:        called with the result and the folder that will be put in place, before it is
@@ -102,13 +108,19 @@ def oneshot(
     show_progress = show_progress if ranks.is_first else False
     loaded = load_recipe(recipe)
     config = _config_of(loaded)
+    if propagate_error is None:
+        propagate_error = any(m.propagates_error for m in loaded.modifiers)
+    kept = RunStatistics(loaded, propagate_error, save_statistics, statistics)
+    if statistics is not None and dataset is not None:
+        raise DataError("statistics= is taken instead of data: leave dataset out")
     streams = _streams(model, loaded, config, pipeline)
     source = (
         Source.from_files(model, model_revision)
         if streams
         else Source.open(model, model_revision, trust_remote_code_model)
     )
-    if source.shards is not None and output_dir is None and not dry_run:
+    observe_only = source.shards is not None and output_dir is None and save_statistics is not None
+    if source.shards is not None and output_dir is None and not (dry_run or observe_only):
         raise PlanError("output_dir is missing: where should the checkpoint go?")
     plan = make_plan(source.model, config, modifiers=loaded.modifiers)
     if streams and source.shards is not None:
@@ -118,9 +130,7 @@ def oneshot(
     text_config = source.model.config.get_text_config()
     plan.layers = getattr(text_config, "num_hidden_layers", 1)
     plan.hidden = getattr(text_config, "hidden_size", 0)
-    if propagate_error is None:
-        propagate_error = any(m.propagates_error for m in loaded.modifiers)
-    if loaded.needs_data:
+    if loaded.needs_data and statistics is None:
         plan.tokens = num_calibration_samples * max_seq_length  # at most
         plan.passes = 2 if propagate_error else 1
     if any(isinstance(m, GPTQModifier) for m in loaded.modifiers):
@@ -137,22 +147,25 @@ def oneshot(
     if dry_run:
         return result
     plan.require()
-    run = Run(source, result, uncalibrated, propagate_error, show_progress, ranks)
+    kept.only = observe_only
+    run = Run(source, result, uncalibrated, propagate_error, show_progress, ranks, kept)
     run.importance.load(source, plan, result.notes)
     needs_data = loaded.needs_data
-    if pipeline == "datafree" and needs_data:
+    if pipeline == "datafree" and needs_data and statistics is None:
         raise DataError('the recipe needs calibration data, so pipeline="datafree" cannot run it')
-    if needs_data and dataset is None:
+    if needs_data and dataset is None and statistics is None:
         raise DataError(
             "the recipe needs calibration data (static activations, a KV cache or importance): "
-            "pass dataset="
+            "pass dataset=, or the statistics= of an earlier run"
         )
     if dataset is not None and not needs_data:
         note = "the recipe needs no calibration data; the dataset is not read"
         result.notes.append(note)
         warnings.warn(note, stacklevel=2)
     samples = None
-    if needs_data:
+    if statistics is not None:
+        result.notes.append(kept.describe(source))
+    elif needs_data:
         samples = load_samples(
             dataset,
             tokenizer=lambda: tokenizer_of(tokenizer or processor, source),
@@ -167,12 +180,14 @@ def oneshot(
             max_positions=learned_positions(source.model),
         )
         result.notes.append(samples.description)
+        kept.begin(source, result.source, loaded.text, samples)
     tokens = samples.batches if samples is not None else ()
-    _check_alike(ranks, {"recipe": loaded.text, "calibration data": digest_of(tokens)})
+    alike = {"recipe": loaded.text, "calibration data": digest_of(tokens)}
+    _check_alike(ranks, alike | kept.digests())
     identity = None
     if source.shards is not None and output_dir is not None:
         options = {"pipeline": pipeline, "propagate_error": propagate_error}
-        options |= run.importance.digests()
+        options |= run.importance.digests() | kept.digests()
         identity = identity_of(source.shards, loaded.text, options, tokens)
     given = restored_on_error(model) if result.model is not None else contextlib.nullcontext()
     destination = Output.open(
@@ -193,6 +208,7 @@ def oneshot(
             apply_schemes(source.model, config)
             # until its calibration, a module runs as it is
             source.model.apply(disable_quantization)
+            kept.check(source.model, run.importance, result.notes)
             if samples is None:
                 run.weights_only()
             elif pipeline == "basic":
@@ -200,6 +216,8 @@ def oneshot(
             else:
                 run.layer_by_layer(samples)
         run.end()
+        if ranks.is_first:
+            kept.save(result.notes)
         final = run.final_config(config)
         folder = None
         if ranks.is_first:
@@ -251,7 +269,7 @@ def _config_of(recipe: Recipe) -> QuantizationConfig:
     return config
 
 
-def _check_alike(ranks: Ranks, what: dict[str, str]) -> None:
+def _check_alike(ranks: Ranks, what: dict[str, Any]) -> None:
     """Refuse ranks that were started with different things."""
     for rank, other in enumerate(ranks.gather(what)):
         for name, value in other.items():

@@ -42,6 +42,7 @@ from steelyard.pipelines.sequential import (
 )
 from steelyard.pipelines.source import Source, computing_in, fast_dtype, rounded_once
 from steelyard.pipelines.staged import Staged, find_stages, holding_budget
+from steelyard.pipelines.statistics import RunStatistics
 from steelyard.pipelines.streaming import Stream
 from steelyard.pipelines.weight_errors import weight_error
 
@@ -75,6 +76,7 @@ class Run:
         propagate: bool,
         show: bool | None,
         ranks: Ranks,
+        statistics: RunStatistics,
     ) -> None:
         self.source = source
         self.result = result
@@ -83,6 +85,7 @@ class Run:
         self.show = show
         self.output: Output
         self.importance = RunImportance(result.recipe)
+        self.statistics = statistics
         self.unseen: list[str] = []
         self.weights_only_schemes: dict[str, QuantizationScheme] = {}
         self.device = model_device(source.model)
@@ -246,6 +249,7 @@ class Run:
                 self.streamed[int(shard)] = max(jobs, self.streamed.get(int(shard), 0))
         assert self.output.writer is not None
         self.importance.take_up(self.output.writer.work.path, self.done)
+        self.statistics.take_up(self.output.writer.work.path, self.done)
         count = len(self.result.modules)
         self.result.notes.append(f"continued after {count} modules, which an earlier run had done")
 
@@ -277,8 +281,8 @@ class Run:
         self.ranks.wait()
         if not self.ranks.is_first:
             return
-        if batches is not None:
-            self.importance.keep(writer.work.path, self.done)
+        self.importance.keep(writer.work.path, self.done)
+        self.statistics.keep(writer.work.path, self.done)
         writer.mark(self.state())
         for old in writer.work.path.glob("*-*"):
             if not old.stem.endswith(f"-{self.done}"):
@@ -308,6 +312,9 @@ class Run:
                 found = self._in_passes(module, name, without, run, onward)
             else:
                 found = self._in_stages(module, name, stages, onward)
+            if self.statistics.only:
+                self.result.modules.update(found)
+                return
             if self._hopeless():  # the run goes on only to name all that saw nothing
                 return
             schemes = with_schemes(module, name, without)
@@ -403,10 +410,13 @@ class Run:
         owners = _owners(modules, ranks.count)
         mine = [name for name in modules if owners[name] == ranks.rank]
         calibration.sync(ranks)
+        self.statistics.exchange(calibration, self.device)
         if gptq is not None:
             gptq.meet(owners)
             gptq.weigh(mine)
         self.importance.exchange(calibration)
+        if self.statistics.only:
+            return {name: ModuleResult(None, observed_tokens(m)) for name, m in modules.items()}
         self._note_unseen(calibration)
         known = len(self.result.notes)
         if gptq is not None:
@@ -500,6 +510,7 @@ class Run:
         writer = self.output.writer
         if writer is not None and writer.identity is not None:
             self.importance.keep(writer.work.path, self.done)
+            self.statistics.keep(writer.work.path, self.done)
         allowed = self.weights_only_schemes if self.uncalibrated == "weights-only" else ()
         left = [name for name in self.unseen if name not in allowed]
         if not left:
