@@ -27,7 +27,8 @@ def merge(
 ) -> None:
     """Join the statistics of several runs into one file.
 
-    The result is what one run over all their data would have seen.
+    The result is what one run over all their data would have seen, in the order of the files. Each
+    part of the data counts once, so a file that is given twice is refused.
 
     \b
     Example:
@@ -36,12 +37,11 @@ def merge(
     for path in statistics:
         if not path.is_file():
             raise typer.BadParameter(f"there is no file {path}")
-    from steelyard.pipelines.statistics import (  # type: ignore[import-not-found,unused-ignore]
-        merge_statistics,
-    )
+    from steelyard.pipelines.statistics import merge_statistics
 
-    if is_first():
-        merge_statistics(statistics, output)
+    if not is_first():  # one process is enough
+        return
+    merge_statistics(statistics, output)
     if json:
         print_document(
             "merge", {"inputs": [str(path) for path in statistics], "output": str(output)}

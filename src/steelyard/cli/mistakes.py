@@ -37,6 +37,8 @@ WORDS = {
     "pass dataset=": "give --data",
     "pass tokenizer=": "give --tokenizer",
     "tokenizer=, or token ids as the dataset": "--tokenizer with the folder of one",
+    "save_statistics=": "observe",
+    "statistics=": "--statistics",
     "add them to ignore": "name them with --ignore",
 }
 """Words of the package's messages, and what one types instead."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -56,7 +56,6 @@ def observe(
     made = recipe_from(scheme, recipe, observer, ignore, targets)
     from steelyard.pipelines.oneshot import oneshot
 
-    more: dict[str, Any] = {"save_statistics": output}
     join()
     result = oneshot(
         model,
@@ -69,8 +68,8 @@ def observe(
         text_column=text_column,
         seed=seed,
         pipeline=pipeline,
+        save_statistics=output,
         show_progress=is_first(),
-        **more,
     )
     tokens = {name: module.tokens for name, module in result.modules.items()}
     if json:

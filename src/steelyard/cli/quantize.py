@@ -102,7 +102,6 @@ def quantize(
         raise typer.BadParameter(
             "--data is missing: static activations, importance and GPTQ need calibration data"
         )
-    more: dict[str, Any] = {} if statistics is None else {"statistics": statistics}
     join()
     try:
         result = oneshot(
@@ -122,8 +121,8 @@ def quantize(
             resume=resume,
             dry_run=dry_run,
             trust_remote_code_model=trust_remote_code,
+            statistics=statistics,
             show_progress=is_first() and not dry_run,
-            **more,
         )
     except KeyboardInterrupt:
         raise Interrupted("the same command takes the run up where it was") from None

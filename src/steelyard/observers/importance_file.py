@@ -70,7 +70,7 @@ def _load_own(path: Path) -> Importance:
         with safe_open(path, "pt") as file:
             kind = (file.metadata() or {}).get("steelyard")
             if kind != _KIND:
-                raise ImportanceError(f"{path} holds {kind or 'tensors'}, not importance")
+                raise ImportanceError(f"{path} holds {(kind or 'tensors')[:40]}, not importance")
             names = [key.removesuffix(".sum") for key in file.keys() if key.endswith(".sum")]  # noqa: SIM118
             return {
                 name: (file.get_tensor(f"{name}.sum"), int(file.get_tensor(f"{name}.count")))

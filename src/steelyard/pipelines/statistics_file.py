@@ -138,8 +138,8 @@ class Statistics:
         content = _parsed(text)
         if content is None or content.get("kind") != _KIND:
             raise StatisticsError(
-                f"{path} holds no statistics of a run; they are written by "
-                "oneshot(..., save_statistics=) and `steelyard observe`"
+                f"{path} holds no statistics of a run; `steelyard observe` writes them, and "
+                "oneshot where save_statistics is given"
             )
         if content.get("version") != _VERSION:
             raise StatisticsError(
