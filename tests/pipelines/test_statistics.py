@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from families import small_model
 from interruption import Stop, stop_at_mark
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch import distributed as dist
 from torch.testing import assert_close
 
 from steelyard import oneshot
@@ -347,6 +349,35 @@ def test_a_killed_run_from_statistics(
         oneshot(source, recipe, statistics=other, output_dir=tmp_path / "q")
     oneshot(source, recipe, statistics=saved, output_dir=tmp_path / "q")
     assert contents(tmp_path / "q") == contents(tmp_path / "whole")
+
+
+# -- ranks --------------------------------------------------------------------------------------
+
+
+def rank_of_two(rank: int, source: Path, kind: str, folder: Path) -> None:
+    """Observe, and quantize from the file, as one of two ranks."""
+    store = dist.FileStore(str(folder / "store"), 2)
+    dist.init_process_group("gloo", rank=rank, world_size=2, store=store)
+    observe(source, RECIPES[kind], samples(), folder / "s")
+    oneshot(source, RECIPES[kind], statistics=folder / "s", output_dir=folder / "q")
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", ["minmax", "optimal"])
+def test_two_ranks_save_and_use_what_one_does(kind: str, source: Path, tmp_path: Path) -> None:
+    spawn = multiprocessing.get_context("spawn")
+    ranks = [
+        spawn.Process(target=rank_of_two, args=(rank, source, kind, tmp_path)) for rank in range(2)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(120)
+        process.kill()
+    assert [process.exitcode for process in ranks] == [0, 0]
+    observe(source, RECIPES[kind], samples(), tmp_path / "alone", output_dir=tmp_path / "expected")
+    assert (tmp_path / "s").read_bytes() == (tmp_path / "alone").read_bytes()
+    assert contents(tmp_path / "q") == contents(tmp_path / "expected")
 
 
 # -- what is refused ----------------------------------------------------------------------------
