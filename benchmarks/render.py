@@ -224,13 +224,12 @@ def gptq_solve_table(found: dict) -> str:
 
 def ranks_table(found: dict) -> str:
     machine = found["machine"]
+    runs = f"GPTQ of {found['model']} (32 samples of 512 tokens), and a stream"
     lines = [
-        f"GPTQ of {found['model']} (32 samples of 512 tokens), and a stream of {found['gigabytes']:g} GB "
-        f"of bf16; {machine['processor']}, {machine['cores']} cores, one thread a rank; imports not "
-        "counted.",
+        f"{runs} of {found['gigabytes']:g} GB of bf16; {machine['processor']}, "
+        f"{machine['cores']} cores, one thread a rank; imports not counted.",
         "",
-        "| run | one rank, s | two ranks, s | faster | wanted | CPU of one, s | of both, s | exchange | "
-        "same bytes |",
+        "| run | one rank, s | two, s | faster | wanted | CPU, s | of both, s | exchange | same |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for r in found["results"]:
