@@ -13,11 +13,13 @@ from compressed_tensors.compressors.pack_quantized.helpers import (
     unpack_from_int32,
 )
 from families import small_model
+from safetensors.torch import save_file
 
 from steelyard.checkpoint import CheckpointView
 from steelyard.errors import PlanError
 from steelyard.modifiers import IMatrixGatherer, Modifier, QuantizationModifier
 from steelyard.pipelines.files import FilesModel
+from steelyard.pipelines.oneshot import oneshot
 from steelyard.pipelines.plan import Plan, make_plan
 
 
@@ -343,3 +345,30 @@ def test_zero_points_of_few_rows(tmp_path: Path) -> None:
     words = pack_to_int32(torch.zeros(3, 2, dtype=torch.int8), 4, packed_dim=0)
     with pytest.raises(Exception):  # noqa: B017  # whatever it raises
         unpack_from_int32(words, 4, torch.Size([3, 2]), packed_dim=0)
+
+
+def test_weights_without_elements(tmp_path: Path) -> None:
+    tensors = {"a.weight": torch.ones(32, 0), "b.weight": torch.ones(32, 32)}
+    plan = plan_of(files_model(tmp_path, tensors), scheme="FP8_DYNAMIC")
+    only(plan.errors, "a has no weights", "(32, 0)", "ignore it")
+
+
+def test_static_inputs_without_weights() -> None:
+    inputs = {"num_bits": 8, "strategy": "tensor", "dynamic": False}
+    group = {"targets": ["Linear"], "input_activations": inputs}
+    plan = plan_of(small_model("llama"), config_groups={"mine": group}, ignore=["lm_head"])
+    only(plan.errors, "'mine'", "static scales for inputs", "give it weights")
+
+
+def test_a_source_that_holds_what_would_be_written(tmp_path: Path) -> None:
+    tensors = {"a.weight": torch.ones(32, 128), "a.weight_packed": torch.ones(32, 16)}
+    files_model(tmp_path, tensors)
+    with pytest.raises(PlanError, match=r"a\.weight_packed is in .* already; give the checkpoint"):
+        oneshot(tmp_path, QuantizationModifier(scheme="W4A16"), output_dir=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def files_model(folder: Path, tensors: dict[str, torch.Tensor]) -> FilesModel:
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text("{}")
+    return FilesModel(CheckpointView(folder))

@@ -20,6 +20,7 @@ from typing import Any
 from compressed_tensors.quantization import QuantizationConfig, disable_quantization
 from torch.nn import Module
 
+from steelyard.checkpoint.layout import expected_tensors
 from steelyard.distributed import Ranks, together
 from steelyard.errors import DataError, PlanError, nearest
 from steelyard.modifiers import GPTQModifier
@@ -126,6 +127,7 @@ def oneshot(
     if streams and source.shards is not None:
         restack(source.shards, plan)
         plan.budget = budget_of(source.shards, jobs_of(source.shards, plan))
+    plan.errors += _taken_names(plan, source)
     _note_unknown(plan, source)
     text_config = source.model.config.get_text_config()
     plan.layers = getattr(text_config, "num_hidden_layers", 1)
@@ -244,6 +246,23 @@ def _streams(model: Any, recipe: Recipe, config: QuantizationConfig, pipeline: s
     named = [*config.ignore, *(t for s in config.config_groups.values() for t in s.targets)]
     classes = {name for name in named if name[:1].isupper()} - {"Linear", "Embedding"}
     return not classes
+
+
+def _taken_names(plan: Plan, source: Source) -> list[str]:
+    """Return what is wrong with a source that holds tensors by the names of those to be written."""
+    if source.shards is None or plan.errors:
+        return []
+    found = []
+    for planned in plan.quantized:
+        leaves = expected_tensors(planned.scheme, planned.shape, planned.dtype)
+        key = source.module_key(planned.name)
+        taken = [leaf for leaf in leaves if leaf != "weight" and f"{key}.{leaf}" in source.shards]
+        if taken:
+            found.append(
+                f"{key}.{taken[0]} is in {source.shards.folder} already; give the checkpoint that "
+                "it was made from, or ignore the module"
+            )
+    return found
 
 
 def _note_unknown(plan: Plan, source: Source) -> None:

@@ -56,6 +56,7 @@ def errors_of(plan: Plan, model: Any, modifiers: Sequence[Modifier]) -> Iterator
                 )
     yield from _other_sequences(model, modifiers)
     yield from _unstorable(plan)
+    yield from _inputs_alone(plan)
     yield from _unsupported_attention(plan, model, modules)
     if not plan.quantized and not plan.attention:
         yield "nothing would be quantized"
@@ -66,6 +67,9 @@ def errors_of(plan: Plan, model: Any, modifiers: Sequence[Modifier]) -> Iterator
         isinstance(m, QuantizationModifier) and m.bypass_divisibility_checks for m in modifiers
     )
     for planned in plan.quantized:
+        if 0 in planned.shape:
+            yield f"{planned.name} has no weights, its shape is {planned.shape}; ignore it"
+            continue
         yield from _too_few_rows(planned)
         yield from _indivisible_groups(planned, bypass)
         if not bypass:
@@ -157,6 +161,18 @@ def _unstorable(plan: Plan) -> Iterator[str]:
         for base_name, args in _args(scheme):
             if problem := _refusal(base_name, args):
                 yield f"{base_name} of {group}: {problem}"
+
+
+def _inputs_alone(plan: Plan) -> Iterator[str]:
+    """Static scales of inputs that no format stores without a quantized weight."""
+    for name, scheme in plan.config.config_groups.items():
+        inputs = scheme.input_activations
+        used = any(planned.group == name for planned in plan.quantized)
+        if used and scheme.weights is None and inputs is not None and not inputs.dynamic:
+            yield (
+                f"the config group {name!r} has static scales for inputs, but leaves the weights "
+                "as they are, which no format stores; give it weights, or leave it out"
+            )
 
 
 def _refusal(base_name: str, args: QuantizationArgs) -> str | None:
