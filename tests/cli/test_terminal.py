@@ -121,6 +121,8 @@ def test_document_holds_only_what_json_knows(capsys: pytest.CaptureFixture[str])
         (number(None), "-"),
         (number(0.000123456), "0.000123"),
         (number(12.3456, 4), "12.35"),
+        (number(-4712.3), "-4712"),
+        (number(1.5e7), "1.5e+07"),
         (duration(1.26), "1.3 s"),
         (duration(300), "5 min"),
         (duration(36000), "10.0 h"),

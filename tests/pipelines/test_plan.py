@@ -304,7 +304,20 @@ def test_text_of_a_plan() -> None:
     assert "21 modules quantized" in text
     assert "float-quantized" in text
     assert "lm_head (ignored by 'lm_head')" in text
-    assert "GB of memory" in text
+    assert re.search(r"^[\d.]+ kB -> [\d.]+ kB; about [\d.]+ kB of memory", text, re.MULTILINE)
+
+
+def test_tied_weight_is_counted_once() -> None:
+    """Beside the bytes of the parameters, which torch counts once."""
+    model = small_model("llama", tie_word_embeddings=True)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    plan = plan_of(model, scheme="FP8_DYNAMIC", ignore=["lm_head"])
+    left = {item.name: item for item in plan.left}
+    assert left["lm_head"].reason == "the weight of model.embed_tokens, which is stored once"
+    names = {f"{planned.name}.weight" for planned in plan.quantized}
+    kept = sum(p.nbytes for n, p in model.named_parameters() if n not in names)
+    stored = sum(planned.stored_bytes for planned in plan.quantized)
+    assert plan.output_bytes == kept + stored
 
 
 @pytest.mark.parametrize(

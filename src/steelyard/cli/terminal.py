@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from steelyard.cli.ranks import is_first
+from steelyard.pipelines.words import size
 
 __all__ = [
     "SCHEMA",
@@ -91,28 +92,15 @@ def _print_rich(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> Non
     Console(highlight=False).print(table)
 
 
-def size(nbytes: float) -> str:
-    """Return a size in a unit that suits it.
-
-    >>> size(123_400_000)
-    '123.4 MB'
-    """
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if nbytes < 1000:
-            return f"{nbytes:.0f} {unit}" if unit == "bytes" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.1f} TB"
-
-
 def number(value: float | None, digits: int = 3) -> str:
     """Return a number in few characters, "-" for none.
 
-    >>> number(0.000123456)
-    '0.000123'
+    >>> number(0.000123456), number(4712.3)
+    ('0.000123', '4712')
     """
     if value is None:
         return "-"
-    return f"{value:.{digits}g}"
+    return f"{value:.0f}" if 10**digits <= abs(value) < 1e6 else f"{value:.{digits}g}"
 
 
 def shape_text(shape: Sequence[int] | None) -> str:

@@ -20,6 +20,7 @@ from steelyard.checkpoint.layout import expected_tensors, format_of
 from steelyard.errors import PlanError
 from steelyard.modifiers import Modifier
 from steelyard.pipelines.plan_checks import attention_group, errors_of, warnings_of
+from steelyard.pipelines.words import size
 
 __all__ = ["Left", "Plan", "Planned", "make_plan", "search_time"]
 
@@ -122,8 +123,8 @@ class Plan:
             lines.append(f"left: {shown} ({reason})")
         if not self.errors:  # else there is no size to tell
             lines.append(
-                f"{self.source_bytes / 1e9:.2f} GB -> {self.output_bytes / 1e9:.2f} GB; about "
-                f"{self.memory / 1e9:.1f} GB of memory and {_duration(self.seconds)}"
+                f"{size(self.source_bytes)} -> {size(self.output_bytes)}; about "
+                f"{size(self.memory)} of memory and {_duration(self.seconds)}"
             )
         lines += [f"warning: {warning}" for warning in self.warnings]
         lines += [f"error: {error}" for error in self.errors]
@@ -139,6 +140,7 @@ def make_plan(model: Any, config: QuantizationConfig, modifiers: Sequence[Modifi
     plan = Plan(config)
     targets = {t: s for s in config.config_groups.values() for t in s.targets}
     groups = {id(s): name for name, s in config.config_groups.items()}
+    owners: dict[int, str] = {}  # of parameters, the first of those that share one
     for name, module in model.named_modules():
         ignored = next((i for i in config.ignore if is_match(name, module, i)), None)
         hits = list(match_targets(name, module, list(targets))) if targets else []
@@ -152,27 +154,34 @@ def make_plan(model: Any, config: QuantizationConfig, modifiers: Sequence[Modifi
                 Planned(name, (rows, columns), weight.dtype, scheme, groups[id(scheme)])
             )
         else:
-            plan.left += _left(name, module, hits, ignored)
+            plan.left += _left(name, module, hits, ignored, owners)
+        for parameter in module._parameters.values():
+            owners.setdefault(id(parameter), name)
     if config.kv_cache_scheme is not None or targets:
         plan.attention = _attention_modules(model, config)
     taken = {p.name for p in plan.quantized} | {left.name for left in plan.left}
     for name, parameter in model.named_parameters():
-        size = _bytes(parameter.dtype, tuple(parameter.shape))
-        plan.source_bytes += size
+        nbytes = _bytes(parameter.dtype, tuple(parameter.shape))
+        plan.source_bytes += nbytes
         owner, _, leaf = name.rpartition(".")
         if not (owner in taken and leaf == "weight") and name not in taken:
-            plan.small_bytes += size
+            plan.small_bytes += nbytes
     plan.errors += errors_of(plan, model, modifiers)
     plan.warnings += warnings_of(plan, model, modifiers)
     return plan
 
 
-def _left(name: str, module: Module, hits: list[str], ignored: str | None) -> Iterator[Left]:
+def _left(
+    name: str, module: Module, hits: list[str], ignored: str | None, owners: dict[int, str]
+) -> Iterator[Left]:
     for leaf, parameter in module._parameters.items():
         if parameter is None or parameter.ndim < 2:
             continue
         whole = name if leaf == "weight" else f"{name}.{leaf}"
-        if parameter.ndim > 2:
+        nbytes = _bytes(parameter.dtype, parameter.shape)
+        if id(parameter) in owners:
+            reason, nbytes = f"the weight of {owners[id(parameter)]}, which is stored once", 0
+        elif parameter.ndim > 2:
             reason = f"a {parameter.ndim}-D parameter; only 2-D weights of Linear are quantized"
         elif ignored is not None:
             reason = f"ignored by {ignored!r}"
@@ -180,7 +189,7 @@ def _left(name: str, module: Module, hits: list[str], ignored: str | None) -> It
             reason = f"{type(module).__name__} is not a Linear or Embedding"
         else:
             reason = f"no target matches {type(module).__name__}"
-        yield Left(whole, tuple(parameter.shape), _bytes(parameter.dtype, parameter.shape), reason)
+        yield Left(whole, tuple(parameter.shape), nbytes, reason)
 
 
 def _attention_modules(model: Any, config: QuantizationConfig) -> list[str]:
