@@ -28,8 +28,8 @@ def test_document_is_that_of_the_python_call(
     lines = steelyard(*arguments).out.splitlines()
     assert lines[1].split() == [
         "perplexity",
-        f"{expected['base_perplexity']:.5g}",
-        f"{expected['perplexity']:.5g}",
+        f"{expected['base_perplexity']:.3f}",
+        f"{expected['perplexity']:.3f}",
     ]
     assert lines[2].split()[-1] == f"{expected['kl_divergence']:.4g}"
     assert lines[3].split()[-2] == f"{100 * expected['top1_agreement']:.1f}"

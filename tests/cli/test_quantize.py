@@ -15,7 +15,8 @@ from families import read
 
 from steelyard import oneshot
 from steelyard.checkpoint import CheckpointWriter, Shards, validate_checkpoint
-from steelyard.modifiers import GPTQModifier, QuantizationModifier
+from steelyard.modifiers import GPTQModifier, IMatrixGatherer, QuantizationModifier
+from steelyard.report import read_report
 
 
 def assert_same_tensors(first: Path, second: Path) -> None:
@@ -36,9 +37,12 @@ def test_document_and_checkpoint_are_those_of_the_python_call(
     found = answer.document
     assert (found["schema"], found["command"]) == (1, "quantize")
     assert found["modules"] == {
-        name: {"error": m.error, "tokens": m.tokens, "details": m.details}
+        name: {"error": m.error, "tokens": m.tokens, "details": {}}
         for name, m in expected.modules.items()
     }
+    assert found["report"] == str(tmp_path / "out" / "report.html")
+    report, other = read_report(tmp_path / "out"), read_report(tmp_path / "expected")
+    assert report.modules == other.modules, "with figures"
     assert found["source_bytes"] == Shards(model).total_bytes
     assert found["output_bytes"] == Shards(tmp_path / "out").total_bytes
     assert {"name": "lm_head", "reason": "ignored by 'lm_head'"} in found["left"]
@@ -59,17 +63,24 @@ def test_document_and_checkpoint_are_those_of_the_python_call(
             GPTQModifier(scheme="W4A16", ignore=["lm_head"]),
         ),
         (
+            ["--scheme", "W4A16", "--ignore", ""],
+            [
+                IMatrixGatherer(ignore=[]),
+                QuantizationModifier(scheme="W4A16", weight_observer="optimal"),
+            ],
+        ),
+        (
             ["--scheme", "NVFP4", "--ignore", "lm_head", "--ignore", "re:.*down_proj"],
             QuantizationModifier(
                 scheme="NVFP4", ignore=["lm_head", "re:.*down_proj"], weight_observer="optimal"
             ),
         ),
     ],
-    ids=["static", "gptq", "ignore"],
+    ids=["static", "gptq", "importance", "ignore"],
 )
 def test_data_runs_are_those_of_the_python_call(
     options: list[str],
-    recipe: QuantizationModifier,
+    recipe: Any,
     steelyard: Command,
     workplace: Path,
     model: Path,
@@ -94,6 +105,16 @@ def test_data_runs_are_those_of_the_python_call(
     assert f"checkpoint: {tmp_path / 'a'}" in answer.out
 
 
+def test_observer_without_importance_reads_no_data(
+    process: Command, workplace: Path, model: Path, tmp_path: Path
+) -> None:
+    options = ("--scheme", "W4A16", "--observer", "memoryless_mse")
+    data = ("--data", workplace / "calibration.txt")
+    answer = process("quantize", model, "-o", tmp_path / "q", *options, *data)
+    assert answer.code == 0
+    assert "the recipe needs no calibration data; the dataset is not read" in answer.out
+
+
 def test_summary_has_a_line_for_each_kind_of_module(
     steelyard: Command, model: Path, tmp_path: Path
 ) -> None:
@@ -102,6 +123,7 @@ def test_summary_has_a_line_for_each_kind_of_module(
     assert lines[0].split() == ["modules", "count", "error", "worst"]
     assert lines[1].split()[:2] == ["model.layers.{0-2}.mlp.down_proj", "3"]
     assert len([line for line in lines if line.startswith("model.layers.{0-2}")]) == 7
+    assert not any(line.startswith("note:") for line in lines), "the plan's warnings, once more"
     assert "left as it was: lm_head (ignored by 'lm_head')" in lines
     assert any(line.startswith("21 modules quantized in") for line in lines)
     assert answer.err.startswith("21 modules quantized")

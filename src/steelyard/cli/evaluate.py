@@ -77,8 +77,8 @@ def evaluate(
         [
             [
                 "perplexity",
-                number(content["base_perplexity"], 5),
-                number(content["perplexity"], 5),
+                _fixed(content["base_perplexity"]),
+                _fixed(content["perplexity"]),
             ],
             ["KL divergence", "", number(content["kl_divergence"], 4)],
             ["same next token", "", f"{100 * content['top1_agreement']:.1f} %"],
@@ -92,9 +92,13 @@ def evaluate(
         print_line(f"added to {report}")
 
 
+def _fixed(value: float | None) -> str:
+    return "too large" if value is None else f"{value:.3f}"
+
+
 def add_to_report(folder: Path, evaluation: dict[str, Any]) -> None:
     """Add the numbers of an evaluation to the report beside a checkpoint."""
-    from steelyard.report import add_evaluation  # type: ignore[import-not-found,unused-ignore]
+    from steelyard.report import add_evaluation
 
     add_evaluation(folder, numbers_of(evaluation))
 

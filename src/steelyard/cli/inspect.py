@@ -181,17 +181,17 @@ def _print_scales(contents: Contents, all_tensors: bool) -> None:
                 str(bad),
             ]
         )
-    print_line()
-    print_table(
-        [
-            Column("scales"),
-            Column("min", True),
-            Column("median", True),
-            Column("max", True),
-            Column("bad", True),
-        ],
-        rows,
-    )
     bad = sum(int(row[-1]) for row in rows)
+    columns = [
+        Column("scales"),
+        Column("min", True),
+        Column("median", True),
+        Column("max", True),
+        Column("bad", True),
+    ]
+    if not bad:  # a column of zeros would leave long names no room
+        columns, rows = columns[:-1], [row[:-1] for row in rows]
+    print_line()
+    print_table(columns, rows)
     if bad:
         print_line(f"{bad} scales are zero or not finite: do not serve this checkpoint", "red")

@@ -139,9 +139,7 @@ Targets = Annotated[
         show_default=False,
     ),
 ]
-Gptq = Annotated[
-    bool, typer.Option("--gptq", help="Round with GPTQ, which needs --data and takes two passes.")
-]
+Gptq = Annotated[bool, typer.Option("--gptq", help="Round with GPTQ, which needs --data.")]
 GroupSize = Annotated[
     int | None,
     typer.Option(

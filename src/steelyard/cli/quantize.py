@@ -82,20 +82,24 @@ def quantize(
 
     The plan is printed first: what is quantized, what is left and why, and how large the result
     will be. A run that was stopped goes on where it was when the same command is given again.
+    With --data, the columns of a weight count by what flows into them.
 
     \b
     Examples:
       steelyard quantize path/to/model -o model-FP8 --scheme FP8_DYNAMIC
       steelyard quantize path/to/model --scheme W4A16 --dry-run
+      steelyard quantize path/to/model -o model-INT4 --scheme W4A16 --data calibration.txt
       steelyard quantize path/to/model -o model-GPTQ --scheme W4A16 --gptq --data calibration.txt
       steelyard quantize path/to/model -o model-NVFP4 --recipe recipe.yaml --data calibration.txt
     """
-    made = recipe_from(scheme, recipe, observer, ignore, targets, gptq, group_size)
+    made = recipe_from(
+        scheme, recipe, observer, ignore, targets, gptq, group_size, weigh=data is not None
+    )
     if output is None and not dry_run:
         raise typer.BadParameter("-o is missing: where should the checkpoint go?")
     if statistics is not None and data is not None:
         raise typer.BadParameter("--statistics and --data exclude each other")
-    from steelyard.pipelines.oneshot import oneshot
+    from steelyard.entry import oneshot
     from steelyard.recipes import load_recipe
 
     if data is None and statistics is None and not dry_run and load_recipe(made).needs_data:
@@ -144,7 +148,7 @@ def as_document(result: Result) -> dict[str, Any]:
         "output": None if folder is None else str(folder),
         "report": None if (report := report_in(folder)) is None else str(report),
         "modules": {
-            name: {"error": m.error, "tokens": m.tokens, "details": m.details}
+            name: {"error": m.error, "tokens": m.tokens, "details": _without_figures(m.details)}
             for name, m in result.modules.items()
         },
         "quantized": [{"name": p.name, "shape": p.shape, "group": p.group} for p in plan.quantized],
@@ -157,6 +161,11 @@ def as_document(result: Result) -> dict[str, Any]:
         "warnings": plan.warnings,
         "errors": plan.errors,
     }
+
+
+def _without_figures(details: dict[str, Any]) -> dict[str, Any]:
+    """Return what an algorithm tells; the report has the figures."""
+    return {name: value for name, value in details.items() if name != "figures"}
 
 
 def print_summary(result: Result) -> None:
@@ -194,7 +203,8 @@ def print_summary(result: Result) -> None:
         labels = [label for label, _ in grouped(names, str, lambda _: None)]
         print_line(f"left as it was: {', '.join(labels)} ({reason})")
     for note in result.notes:
-        print_line(f"note: {note}")
+        if note not in plan.warnings:  # which the plan has said
+            print_line(f"note: {note}")
     if folder is not None:
         print_line(f"checkpoint: {folder}", style="bold green")
     if (report := report_in(folder)) is not None:

@@ -21,8 +21,12 @@ def recipe_from(
     targets: Sequence[str] | None = None,
     gptq: bool = False,
     group_size: int | None = None,
+    weigh: bool = False,
 ) -> Any:
-    """Return a modifier made of a scheme, or the recipe file; exactly one of the two is given."""
+    """Return modifiers made of a scheme, or the recipe file; exactly one of the two is given.
+
+    weigh: gather importance for an observer that can use it, also where the scheme needs no data
+    """
     if recipe is not None:
         given = {
             "--scheme": scheme,
@@ -40,7 +44,7 @@ def recipe_from(
         return recipe
     if scheme is None:
         raise typer.BadParameter("one of --scheme and --recipe is missing, such as --scheme W4A16")
-    from steelyard.modifiers import GPTQModifier, QuantizationModifier
+    from steelyard.modifiers import GPTQModifier, IMatrixGatherer, QuantizationModifier
 
     options: dict[str, Any] = {
         "ignore": [name for name in (ignore or DEFAULT_IGNORE) if name],
@@ -57,10 +61,20 @@ def recipe_from(
     from steelyard.errors import RecipeError
 
     try:
-        return GPTQModifier(**options) if gptq else QuantizationModifier(**options)
+        made = GPTQModifier(**options) if gptq else QuantizationModifier(**options)
     except ValidationError as error:
         causes = "; ".join(e["msg"].removeprefix("Value error, ") for e in error.errors())
         raise RecipeError(causes) from None
+    if weigh and not made.needs_data and _weighs(options["weight_observer"]):
+        return [IMatrixGatherer(ignore=options["ignore"]), made]
+    return made
+
+
+def _weighs(observer: str) -> bool:
+    from steelyard.observers import Observer
+    from steelyard.observers.importance import ImportanceObserver
+
+    return issubclass(Observer.get_value_from_registry(observer), ImportanceObserver)
 
 
 def _regrouped(scheme: str, targets: Sequence[str] | None, group_size: int) -> Any:
