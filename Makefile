@@ -29,8 +29,8 @@ test test-oldest: export OMP_NUM_THREADS := 1
 help:  ## show this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
 
-demo: $(READY)  ## quantize a small model, from start to end
-	$(VENV)/bin/python examples/quantize_small_model.py
+demo: $(READY)  ## quantize a small model in several ways, and measure what it lost
+	$(VENV)/bin/steelyard demo -o build/demo
 
 test: $(READY) browser  ## run all tests, then those of test-oldest
 	$(VENV)/bin/python -m pytest -n $(WORKERS)

@@ -116,10 +116,7 @@ def write_comparison_report(comparison: Comparison, path: Path) -> None:
 
 def _page(comparison: Comparison) -> str:
     from steelyard.pipelines.compare import layer_of, snr
-    from steelyard.report import (  # type: ignore[import-not-found,unused-ignore]
-        ComparisonRow,
-        Report,
-    )
+    from steelyard.report import ComparisonRow, Report
 
     layers = [names for layer, names in comparison.layers().items() if layer_of(layer)]
     cases = [case for case in comparison.cases if not case.refused]
@@ -128,6 +125,7 @@ def _page(comparison: Comparison) -> str:
             scheme=case.scheme,
             observer=case.observer,
             bytes=case.stored_bytes,
+            bits_per_weight=case.bits_per_weight,
             error=(error := comparison.error(case)),
             snr=snr(error),
             layers=[comparison.error(case, names) for names in layers],
@@ -138,7 +136,7 @@ def _page(comparison: Comparison) -> str:
     refused = {case.scheme: case.refused for case in comparison.cases if case.refused}
     notes = [f"{scheme} does not fit: {reasons[0]}" for scheme, reasons in refused.items()]
     report = Report(title=comparison.folder.name, comparison=rows, notes=notes)
-    return str(report.to_html())
+    return report.to_html()
 
 
 def print_comparison(comparison: Comparison) -> None:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from steelyard.cli import options
-from steelyard.cli.evaluate import add_to_report, numbers_of
-from steelyard.cli.quantize import report_in
+from steelyard.cli.evaluate import add_to_report
 from steelyard.cli.ranks import is_first
 from steelyard.cli.terminal import (
     Column,
     duration,
-    number,
     print_document,
     print_line,
     print_table,
@@ -24,12 +23,24 @@ from steelyard.cli.terminal import (
 )
 
 if TYPE_CHECKING:
-    from steelyard.modifiers import QuantizationModifier
     from steelyard.pipelines.result import Result
 
 __all__ = ["demo"]
 
-GROUP = 32  # divides the columns of any small model
+MEASURED = ("perplexity", "kl_divergence", "top1_agreement")
+
+
+class Way(NamedTuple):
+    """One way to quantize the model: what is stored, and what finds the scales."""
+
+    scheme: str
+    observer: str
+    recipe: Any
+
+    @property
+    def name(self) -> str:
+        """What the folder of the checkpoint is called."""
+        return f"{self.scheme}-{self.observer}".replace(" + ", "-").replace(" ", "-")
 
 
 def demo(
@@ -39,87 +50,137 @@ def demo(
             "--output",
             "-o",
             metavar="FOLDER",
-            help="Where the checkpoints go.",
+            help="Where the checkpoints go; those of an earlier demo are replaced.",
             show_default="a folder for temporary files",
         ),
     ] = None,
-    samples: options.Samples = 16,
-    max_seq_length: options.MaxSeqLength = 128,
+    samples: options.Samples = 24,
+    max_seq_length: options.MaxSeqLength = 512,
     json: options.Json = False,
 ) -> None:
     """Quantize and measure the small model that comes along.
 
-    Static and dynamic int8 and FP8, int4 with three observers, NVFP4.
-    Takes a minute or two, and no network.
+    In 8, 4 and 3 bits, with and without calibration data. Takes a minute and no network.
 
     \b
     Example:
       steelyard demo -o demo
     """
-    from steelyard.checkpoint import Shards
-    from steelyard.demo import (  # type: ignore[import-not-found,unused-ignore]
-        calibration_texts,
-        held_out_texts,
-        model_folder,
-    )
-    from steelyard.evaluate import evaluate
-    from steelyard.pipelines.oneshot import oneshot
+    from steelyard.demo import calibration_texts, held_out_texts, model_folder
+    from steelyard.pipelines.progress import progress
 
     started = time.perf_counter()
     folder = output or Path(tempfile.mkdtemp(prefix="steelyard-demo-"))
-    model = Path(model_folder())
+    model = model_folder()
     calibration, held_out = calibration_texts(samples), held_out_texts(samples)
-    original = Shards(model).total_bytes
-    found: list[dict[str, Any]] = []
-    for name, recipe in ways().items():
-        if is_first() and not json:
-            typer.echo(f"{name} ...", err=True)
-        target = folder / name.replace(" ", "-")
-        result = oneshot(
-            model,
-            recipe,
-            calibration if recipe.needs_data else None,
-            target,
-            num_calibration_samples=samples,
-            max_seq_length=max_seq_length,
-            overwrite=True,
-            show_progress=False,
-        )
-        measured = evaluate(
-            model,
-            target,
-            held_out,
-            num_samples=samples,
-            max_seq_length=max_seq_length,
-            show_progress=False,
-        ).as_dict()
-        report = report_in(target)
-        if (target / "report.json").is_file() and is_first():
-            add_to_report(target, measured)
-        found.append(
-            {
-                "name": name,
-                "output": str(target),
-                "report": None if report is None else str(report),
-                "bytes": Shards(target).total_bytes,
-                "error": _mean_error(result),
-                "seconds": result.seconds,
-                "evaluation": measured,
-            }
-        )
-    page = None
+    limits = {"max_seq_length": max_seq_length, "show_progress": False}
+    found = []
+    with progress("demo", len(ways()), None if is_first() else False) as step:
+        for way in ways():
+            if is_first() and not sys.stderr.isatty():
+                print(f"{way.scheme}, {way.observer}", file=sys.stderr)
+            found.append(_run(way, model, calibration, held_out, folder / way.name, limits))
+            step()
+    page = folder / "report.html"
     if is_first():
-        page = write_demo_report(found, folder)
+        write_demo_report(found, folder)
+    original = _stored_bytes(model)
     if json:
-        content = {
-            "model": str(model),
-            "source_bytes": original,
-            "report": None if page is None else str(page),
-            "results": found,
-        }
-        print_document("demo", content)
+        content = {"model": str(model), "source_bytes": original, "report": str(page)}
+        print_document("demo", {**content, "results": found})
         return
-    _print(found, original, folder, page, time.perf_counter() - started)
+    _print(found, original)
+    print_line()
+    print_line(f"KL is the divergence from the original in nats for a token, over {samples} texts")
+    print_line("that the model has not seen: less is better.")
+    print_line(f"{len(found)} checkpoints in {duration(time.perf_counter() - started)}: {folder}")
+    print_line(f"report: {page}", style="bold green")
+
+
+def _run(
+    way: Way,
+    model: Path,
+    calibration: list[str],
+    held_out: list[str],
+    folder: Path,
+    limits: dict[str, Any],
+) -> dict[str, Any]:
+    """Quantize the model in one way, measure it, and return what came of it in JSON's types."""
+    from steelyard.entry import oneshot
+    from steelyard.evaluate import evaluate
+    from steelyard.recipes import load_recipe
+    from steelyard.report import read_report
+
+    data = calibration if load_recipe(way.recipe).needs_data else None
+    result = oneshot(model, way.recipe, data, folder, overwrite=True, **limits)
+    measured = evaluate(model, folder, held_out, **limits).as_dict()
+    if is_first():
+        add_to_report(folder, measured)
+    summary = read_report(folder).summary
+    return {
+        "scheme": way.scheme,
+        "observer": way.observer,
+        "output": str(folder),
+        "report": str(folder / "report.html"),
+        "bytes": _stored_bytes(folder),
+        "bits_per_weight": None if summary is None else summary.bits_per_weight,
+        "error": _mean_error(result),
+        "seconds": result.seconds,
+        "evaluation": measured,
+    }
+
+
+def ways() -> list[Way]:
+    """Return the ways of the demonstration, from the gentlest to the harshest.
+
+    Schemes are written out where an older compressed-tensors has no preset for them.
+    """
+    from steelyard.modifiers import GPTQModifier, IMatrixGatherer, QuantizationModifier
+
+    def scheme(**parts: Any) -> dict[str, Any]:
+        return {"config_groups": {"group_0": {"targets": ["Linear"], **parts}}}
+
+    def integers(bits: int) -> dict[str, Any]:
+        return {"num_bits": bits, "strategy": "group", "group_size": 128}
+
+    def plain(what: dict[str, Any], observer: str = "memoryless_minmax") -> Any:
+        options = {**what, "ignore": ["lm_head"], "weight_observer": observer}
+        return QuantizationModifier(**options)
+
+    channels = {"num_bits": 8, "strategy": "channel"}
+    inputs = {"num_bits": 8, "strategy": "tensor", "dynamic": False, "observer": "static_minmax"}
+    static = scheme(weights=channels, input_activations=inputs)
+    found = [
+        Way("W8A16", "memoryless_minmax", plain(scheme(weights=integers(8)))),
+        Way("W8A8", "static_minmax", plain(static)),
+        Way("FP8_DYNAMIC", "memoryless_minmax", plain({"scheme": "FP8_DYNAMIC"})),
+    ]
+    for name, what in {
+        "NVFP4A16": {"scheme": "NVFP4A16"},
+        "W4A16": scheme(weights=integers(4)),
+        "W3A16": scheme(weights=integers(3)),
+    }.items():
+        found += [
+            Way(name, "memoryless_minmax", plain(what)),
+            Way(name, "optimal + data", [IMatrixGatherer(), plain(what, "optimal")]),
+            Way(name, "GPTQ", GPTQModifier(**what, ignore=["lm_head"])),
+        ]
+    return found
+
+
+def write_demo_report(found: list[dict[str, Any]], folder: Path) -> None:
+    """Write a page that compares the checkpoints; each has one of its own, too."""
+    from steelyard.report import ComparisonRow, Report, write_files
+
+    rows = [
+        ComparisonRow(
+            **{key: each[key] for key in ("scheme", "observer", "bytes", "error", "seconds")},
+            bits_per_weight=each["bits_per_weight"],
+            evaluation={name: each["evaluation"][name] for name in MEASURED},
+        )
+        for each in found
+    ]
+    write_files(Report(title="steelyard demo", comparison=rows), folder)
 
 
 def _mean_error(result: Result) -> float:
@@ -129,88 +190,38 @@ def _mean_error(result: Result) -> float:
     return sum(e * sizes[n] for n, e in known.items()) / max(sum(sizes[n] for n in known), 1)
 
 
-def ways() -> dict[str, QuantizationModifier]:
-    """Return the recipes of the demonstration by name."""
-    from steelyard.modifiers import GPTQModifier, QuantizationModifier
-    from steelyard.modifiers.quantization.observers import ObserverChoice
+def _stored_bytes(folder: Path) -> int:
+    from steelyard.checkpoint import Shards
 
-    int4 = {"num_bits": 4, "strategy": "group", "group_size": GROUP}
-    int8 = {"num_bits": 8, "strategy": "channel"}
-    static = {"num_bits": 8, "strategy": "tensor", "dynamic": False, "observer": "static_minmax"}
-
-    def recipe(
-        kind: type[QuantizationModifier], observer: str, **parts: Any
-    ) -> QuantizationModifier:
-        groups = {"group_0": {"targets": ["Linear"], **parts}}
-        return kind(
-            config_groups=groups, ignore=["lm_head"], weight_observer=ObserverChoice(name=observer)
-        )
-
-    plain = QuantizationModifier
-    return {
-        "W8A8 static": recipe(plain, "optimal", weights=int8, input_activations=static),
-        "FP8_DYNAMIC": plain(scheme="FP8_DYNAMIC", ignore=["lm_head"]),
-        "W4A16 min-max": recipe(plain, "memoryless_minmax", weights=int4),
-        "W4A16 optimal": recipe(plain, "optimal", weights=int4),
-        "W4A16 GPTQ": recipe(GPTQModifier, "optimal", weights=int4),
-        "NVFP4A16": plain(
-            scheme="NVFP4A16", ignore=["lm_head"], weight_observer=ObserverChoice(name="optimal")
-        ),
-    }
+    with Shards(folder) as shards:
+        return shards.total_bytes
 
 
-def write_demo_report(found: list[dict[str, Any]], folder: Path) -> Path:
-    """Write a page that compares the checkpoints; each has one of its own, too."""
-    from steelyard.report import (  # type: ignore[import-not-found,unused-ignore]
-        ComparisonRow,
-        Report,
-        write_files,
-    )
-
-    rows = [
-        ComparisonRow(
-            scheme=each["name"],
-            bytes=each["bytes"],
-            error=each["error"],
-            seconds=each["seconds"],
-            evaluation=numbers_of(each["evaluation"]),
-        )
-        for each in found
-    ]
-    write_files(Report(title="steelyard demo", comparison=rows), folder)
-    return folder / "report.html"
-
-
-def _print(
-    found: list[dict[str, Any]], original: int, folder: Path, page: Path | None, seconds: float
-) -> None:
+def _print(found: list[dict[str, Any]], original: int) -> None:
     base = found[0]["evaluation"]["base_perplexity"]
-    rows = [["as it was", size(original), number(base, 4), "", "", ""]]
-    rows += [
-        [
-            each["name"],
-            size(each["bytes"]),
-            number(each["evaluation"]["perplexity"], 4),
-            number(each["evaluation"]["kl_divergence"]),
-            f"{100 * each['evaluation']['top1_agreement']:.1f} %",
-            duration(each["seconds"]),
-        ]
-        for each in found
-    ]
+    rows = [["original", "", size(original), "16", "", f"{base:.2f}", ""]]
+    for each in found:
+        measured = each["evaluation"]
+        rows.append(
+            [
+                each["scheme"],
+                each["observer"],
+                size(each["bytes"]),
+                f"{each['bits_per_weight']:.2f}",
+                f"{measured['kl_divergence']:.5f}",
+                f"{measured['perplexity']:.2f}",
+                f"{100 * measured['top1_agreement']:.1f} %",
+            ]
+        )
     print_table(
         [
             Column("scheme"),
+            Column("observer"),
             Column("size", True),
-            Column("perplexity", True),
+            Column("bits", True),
             Column("KL", True),
-            Column("same token", True),
-            Column("time", True),
+            Column("perplexity", True),
+            Column("top-1", True),
         ],
         rows,
     )
-    print_line()
-    print_line(
-        f"{len(found)} checkpoints in {folder}, {duration(seconds)}; KL is the divergence from the "
-        "original, less is better"
-    )
-    print_line(f"report: {page}")

@@ -164,6 +164,8 @@ class ComparisonRow(_Section):
     scheme: str
     observer: str | None = None
     bytes: int | None = None
+    bits_per_weight: float | None = None
+    """Over the weights that are quantized, with all that is stored for them."""
     error: float | None = None
     """Over all weights."""
     snr: float | None = None
