@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from commands import Command
@@ -23,6 +24,19 @@ def test_document_is_that_of_the_python_call(
         assert document["schema"] == 1
         for case, other in zip(document["cases"], expected["cases"], strict=True):
             assert {**case, "seconds": 0} == {**other, "seconds": 0}
+
+
+def test_page_has_layers_by_their_depth(steelyard: Command, model: Path, tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    options = ["--schemes", "W8A8", "--observers", "optimal", "--layers", 2, "--report", page]
+    assert steelyard("compare", model, *options).code == 0
+    data = re.search(r'id="report">(.*?)</script>', page.read_text(), re.DOTALL)
+    assert data is not None
+    row = json.loads(data[1])["comparison"][0]
+    found = compare(model, ["W8A8"], ["optimal"], layers=2)
+    first, last = (found.error(found.cases[0], names) for names in found.layers().values())
+    assert row["layers"] == [first, None, last]
+    assert row["bits_per_weight"] == found.cases[0].bits_per_weight
 
 
 def test_tables(steelyard: Command, model: Path) -> None:

@@ -33,6 +33,8 @@ def test_joined_lines() -> None:
         "  - a.2.x: too wide",
         "  - b: too long",
     ]
+    problems = "problem: a.0.x is missing\nproblem: a.1.x is missing"
+    assert joined_lines(problems) == "problem: a.{0-1}.x is missing (2 modules)"
     same = "error: no\nerror: no\nwarning: model.layers.0.x is odd"
     assert joined_lines(same) == same
 

@@ -280,18 +280,46 @@ def test_comparison_without_a_run(show: Callable[..., Page]) -> None:
     lines = page.locator("#comparison tbody tr")
     cells = [line.locator("th, td").all_inner_texts() for line in lines.all()]
     assert [[cell.strip() for cell in line] for line in cells] == [
-        ["W4A16", "optimal", "10.0 MB", "20.0", "0.01", "8.5"],
-        ["W8A16", "optimal", "10.0 MB", "40.0", "1.0e-4", "8.5"],
+        ["W4A16", "optimal", "10.0 MB", "8.50", "20.0", "0.01"],
+        ["W8A16", "optimal", "10.0 MB", "8.50", "40.0", "1.0e-4"],
     ]
     expect(page.locator("#comparison path.line")).to_have_count(2)
 
 
+def test_comparison_draws_what_the_model_lost_where_it_is_known(
+    show: Callable[..., Page],
+) -> None:
+    made = [
+        ComparisonRow(
+            scheme="W4A16",
+            bits_per_weight=4.125,
+            error=error,
+            layers=[error, None, error],
+            evaluation={"kl_divergence": kl, "top1_agreement": 0.5},
+        )
+        for error, kl in ((1e-2, 0.02), (2e-2, 0.005))
+    ]
+    page = show(Report(comparison=made))
+    cells = page.locator("#comparison tbody tr").nth(1).locator("th, td").all_inner_texts()
+    assert [cell.strip() for cell in cells[3:6]] == ["4.13", "0.005", "50.0 %"]
+    widths = page.locator("#comparison .fill").evaluate_all("all => all.map(e => e.style.width)")
+    assert widths == ["100%", "25%"]
+    paths = page.locator("#comparison path.line").evaluate_all(
+        "all => all.map(e => e.getTotalLength())"
+    )
+    assert paths == [600, 600], "over the layer that is not known"
+
+
 def test_evaluation(show: Callable[..., Page]) -> None:
     found = {"base_perplexity": 8.0, "perplexity": 8.2, "top1_agreement": 0.95, "speed": 3.25}
+    found |= {"kl_divergence": 0.002, "kl_p99": 0.01, "kl_max": 0.5}
+    found |= {"tokens": 1234, "samples": 7, "seconds": 2.5}
     page = show(layered(1).model_copy(update={"evaluation": found}))
     text = page.locator("#evaluation").inner_text()
-    for part in ("8.200", "from 8.000, +2.50 %", "95.0 %", "speed", "3.25"):
+    for part in ("8.200", "from 8.000, +2.50 %", "95.0 %", "speed", "3.25", "1,234"):
         assert part in text
+    assert "to the original, per token; 99 % up to 0.01; all up to 0.5" in text
+    assert "tokens of 7 samples in 2.5 s" in text
 
 
 def test_empty_report(show: Callable[..., Page]) -> None:

@@ -118,7 +118,12 @@ def _page(comparison: Comparison) -> str:
     from steelyard.pipelines.compare import layer_of, snr
     from steelyard.report import ComparisonRow, Report
 
-    layers = [names for layer, names in comparison.layers().items() if layer_of(layer)]
+    layers = {
+        int(place.rpartition(".")[2]): names
+        for layer, names in comparison.layers().items()
+        if (place := layer_of(layer)) is not None
+    }
+    depths = range(max(layers, default=-1) + 1)
     cases = [case for case in comparison.cases if not case.refused]
     rows = [
         ComparisonRow(
@@ -128,7 +133,10 @@ def _page(comparison: Comparison) -> str:
             bits_per_weight=case.bits_per_weight,
             error=(error := comparison.error(case)),
             snr=snr(error),
-            layers=[comparison.error(case, names) for names in layers],
+            layers=[
+                comparison.error(case, layers[depth]) if depth in layers else None
+                for depth in depths
+            ],
             seconds=case.seconds,
         )
         for case in cases

@@ -12,7 +12,9 @@ import typer
 __all__ = ["grouped", "joined_lines", "matching"]
 
 T = TypeVar("T")
-_LINE = re.compile(r"(?P<head>\s*(?:- |error: |warning: ))(?P<name>[\w.]+)(?P<rest>:? .*|)")
+_LINE = re.compile(
+    r"(?P<head>\s*(?:- |error: |problem: |warning: ))(?P<name>[\w.]+)(?P<rest>:? .*|)"
+)
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole part of a dotted name
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from steelyard.cli import options
+from steelyard.cli.grouping import joined_lines
 from steelyard.cli.mistakes import FAILED
 from steelyard.cli.terminal import print_document, print_line
 
@@ -79,8 +80,7 @@ def validate(
             },
         )
     elif problems:
-        for problem in problems:
-            print_line(f"problem: {problem}", style="red")
+        print_line(joined_lines("\n".join(f"problem: {each}" for each in problems)), style="red")
         print_line()
         print_line(f"{len(problems)} problem{'s' if len(problems) > 1 else ''} in {folder}")
     else:
