@@ -62,7 +62,7 @@ check: $(READY)  ## lint, formatting and types
 	$(VENV)/bin/mypy
 
 docs: $(DOCS)/.installed  ## build the pages in docs/ as a site, in build/site
-	$(DOCS)/bin/mkdocs build
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build
 
 bench: $(BENCH)/.installed  ## measure the kernels beside llm-compressor, and render the tables
 	$(BENCH)/bin/python benchmarks/speed.py

@@ -95,6 +95,16 @@ def test_nothing_leads_out_of_the_repository() -> None:
                 assert target.is_relative_to(ROOT.resolve()), f"{page.name} links to {link}"
 
 
+def test_pages_of_the_site_link_to_its_pages() -> None:
+    """Which is all that there is on it: the folder, and the measurements."""
+    known = {*DOCS.resolve().rglob("*"), (ROOT / "benchmarks" / "README.md").resolve()}
+    for page in DOCS.glob("*.md"):
+        for _, link in links_of(page):
+            path = link.partition("#")[0]
+            if path and not urlsplit(link).scheme:
+                assert (page.parent / path).resolve() in known, f"{page.name} links to {link}"
+
+
 def nav_files(entries: object) -> list[str]:
     if isinstance(entries, str):
         return [entries]
