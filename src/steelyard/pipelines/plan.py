@@ -20,7 +20,7 @@ from steelyard.checkpoint.layout import expected_tensors, format_of
 from steelyard.errors import PlanError
 from steelyard.modifiers import Modifier
 from steelyard.pipelines.plan_checks import attention_group, errors_of, warnings_of
-from steelyard.pipelines.words import size
+from steelyard.pipelines.words import duration, size
 
 __all__ = ["Left", "Plan", "Planned", "make_plan", "search_time"]
 
@@ -124,7 +124,7 @@ class Plan:
         if not self.errors:  # else there is no size to tell
             lines.append(
                 f"{size(self.source_bytes)} -> {size(self.output_bytes)}; about "
-                f"{size(self.memory)} of memory and {_duration(self.seconds)}"
+                f"{size(self.memory)} of memory and {duration(self.seconds)}"
             )
         lines += [f"warning: {warning}" for warning in self.warnings]
         lines += [f"error: {error}" for error in self.errors]
@@ -206,12 +206,6 @@ def _attention_modules(model: Any, config: QuantizationConfig) -> list[str]:
             or attention_group(model, config, name, module) is not None
         )
     ]
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{max(seconds, 1):.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def search_time(planned: Planned) -> float:

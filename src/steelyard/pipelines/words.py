@@ -1,8 +1,8 @@
-"""Sizes in words, the same in a plan and on the command line."""
+"""Sizes and times in words, the same in a plan and on the command line."""
 
 from __future__ import annotations
 
-__all__ = ["size"]
+__all__ = ["duration", "size"]
 
 
 def size(nbytes: float) -> str:
@@ -16,3 +16,14 @@ def size(nbytes: float) -> str:
             return f"{nbytes:.0f} {unit}" if unit == "bytes" else f"{nbytes:.1f} {unit}"
         nbytes /= 1000
     return f"{nbytes:.1f} TB"
+
+
+def duration(seconds: float) -> str:
+    """Return a time in a unit that suits it.
+
+    >>> duration(300)
+    '5 min'
+    """
+    if seconds < 120:
+        return f"{max(seconds, 1):.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,28 @@
+"""Progress where there is no terminal: lines with an estimate, now and then, if asked for."""
+
+from __future__ import annotations
+
+import pytest
+
+from steelyard.pipelines import progress as module
+from steelyard.pipelines.progress import progress
+
+
+def test_lines_with_an_estimate(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    with progress("calibrating", 40, show=True) as advance:
+        for _ in range(40):
+            now[0] += 10.0
+            advance()
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "calibrating: 8%, about 6 min left"
+    assert len(said) == 13  # of 400 seconds, every 30
+
+
+def test_silence_unless_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress("calibrating", 3) as advance:
+        advance(3)
+    assert capsys.readouterr().err == ""
