@@ -15,10 +15,10 @@ import torch
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
-from steelyard.distributed import Ranks
+from steelyard.distributed import Ranks, lanes_of
 from steelyard.errors import CalibrationError
 from steelyard.kernels.hessian import accumulate, symmetric
-from steelyard.kernels.lane_sum import LANES, LaneSum, Partial, whole
+from steelyard.kernels.lane_sum import LaneSum, Partial, whole
 from steelyard.observers.padding import real_tokens
 
 __all__ = ["Hessians"]
@@ -86,7 +86,7 @@ class Hessians:
             latest = self._latest
             if latest is None or latest.last is not x:
                 device = torch.device("cpu") if self.offload else x.device
-                first = self.ranks.rank * LANES // self.ranks.count
+                first = lanes_of(self.ranks.rank, self.ranks.count).start
                 latest = _Moment(x.shape[-1], device, first)
             moment = self._moments[name] = latest
         if moment.last is x:  # a layer that shares it was here first
@@ -134,7 +134,7 @@ class Hessians:
             for owner in sorted({owners[name] for name in names}):
                 found = self.ranks.collect(_copies(partials), owner)
                 if owner == self.ranks.rank:
-                    total = whole([p for part in found for p in part], mine.zero)
+                    total = whole((p for part in found for p in part), mine.zero)
             mine.sum = LaneSum(mine.zero)
             if total is not None:
                 mine.sum.lane(0).copy_(total)

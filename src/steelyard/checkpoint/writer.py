@@ -137,7 +137,8 @@ class CheckpointWriter:
 
     def _begin(self) -> None:
         """Take up an earlier run, or begin."""
-        if self.identity is None and self.resume and self.work.journal.exists():
+        unfinished = self.work.journal.exists() or self.work.has_ranks()
+        if self.identity is None and self.resume and unfinished:
             raise CheckpointError(
                 f"an unfinished run for {self.output_dir} is kept in {self.work.path}; finish it "
                 "with the command that began it, choose another output, or remove that folder"
@@ -172,7 +173,7 @@ class CheckpointWriter:
             self._shards.update({int(i): shard for i, shard in journal["shards"].items()})
             for i, state in journal["open"].items():
                 known = self._left.get(int(i))
-                if known is None or known["written"] <= state["written"]:
+                if known is None or len(known["names"]) < len(state["names"]):
                     self._left[int(i)] = state
         for position, shard in self._shards.items():
             self._left.pop(position, None)
@@ -193,10 +194,14 @@ class CheckpointWriter:
             elif path not in kept:
                 path.unlink()
 
-    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, *exc: object
+    ) -> None:
         self._open = False
         if self._file is not None:
             self._file.abandon()
+        if error is not None:  # before the folder goes in which they write
+            self.ranks.announce(error)
         if not self.ranks.is_first:
             return
         # of which the cause can be removed
@@ -204,8 +209,8 @@ class CheckpointWriter:
         worth = kind is not None and not (
             issubclass(kind, SteelyardError) and not issubclass(kind, lasting)
         )
-        keep = self._keep or self.work.has_ranks()
-        self.work.close(keep=keep and worth)
+        together = kind is not None and self.ranks.count > 1  # others may write still
+        self.work.close(keep=(self._keep and worth) or together)
         if kind is None and not self.finished:
             raise RuntimeError("the checkpoint was not finished: call finish(config) at the end")
 
@@ -271,10 +276,9 @@ class CheckpointWriter:
         Shards that were not begun in order, by several ranks or by an earlier run, come out as if
         they were.
         """
-        self._planned = True
-        if position != self._position:
+        if self._planned and position != self._position:
             self._close_shard()
-            self._position = position
+        self._planned, self._position = True, position
 
     def is_complete(self, position: int) -> bool:
         """Whether a shard was ended, by this run or the one that it continues."""
@@ -313,7 +317,8 @@ class CheckpointWriter:
     def join(self) -> None:
         """Wait for all ranks to have written their shards, and learn of them; each must call."""
         self._require_open()
-        self._close_shard()
+        if self._planned:
+            self._close_shard()
         for shards in self.ranks.gather(self._shards):
             self._shards.update(shards)
         for shard in self._shards.values():

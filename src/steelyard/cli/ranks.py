@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 __all__ = ["is_first", "join", "rank"]
 
@@ -23,3 +24,13 @@ def join() -> None:
         from steelyard.distributed import join_from_environment
 
         join_from_environment()
+        signal.signal(signal.SIGTERM, _ended)
+
+
+def _ended(*_: object) -> None:
+    """Say why torchrun ends this process: one of the others has ended."""
+    from steelyard.distributed import Ranks
+    from steelyard.errors import RanksError
+
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    raise RanksError(Ranks.current().inquest())

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from steelyard.kernels.lane_sum import LANES, lane_of
 
-__all__ = ["deal", "share"]
+__all__ = ["deal", "lanes_of", "share"]
 
 
 def deal(costs: Sequence[float], ranks: int) -> list[int]:
@@ -28,9 +28,13 @@ def share(batches: int, rank: int, ranks: int) -> range:
     """Return which batches a rank takes: a run of whole lanes, in order, which may be empty.
 
     >>> [share(8, rank, 3) for rank in range(3)]
-    [range(0, 3), range(3, 5), range(5, 8)]
+    [range(0, 3), range(3, 6), range(6, 8)]
     """
-    first, last = rank * LANES // ranks, (rank + 1) * LANES // ranks
-    lanes = [lane_of(batch, batches) for batch in range(batches)]
-    mine = [batch for batch, lane in enumerate(lanes) if first <= lane < last]
-    return range(mine[0], mine[-1] + 1) if mine else range(0)
+    mine = lanes_of(rank, ranks)
+    taken = [batch for batch in range(batches) if lane_of(batch, batches) in mine]
+    return range(taken[0], taken[-1] + 1) if taken else range(0)
+
+
+def lanes_of(rank: int, ranks: int) -> range:
+    """Return the lanes of a rank; the first one always has some."""
+    return range(-(-rank * LANES // ranks), -(-(rank + 1) * LANES // ranks))

@@ -3,7 +3,8 @@
 What is exchanged goes through the CPU and gloo, also beside NCCL: numbers found during calibration
 are small, and an answer must not depend on the wires. Every wait looks out for ranks that failed.
 A rank that fails says why, in the store that the process group was made with; the others stop and
-repeat it. One that says nothing, because it was killed or hangs, is named by those that do.
+repeat it. Meanwhile each rank gives a sign of life there every second. One that gives none, because
+it was killed or stopped, is named by those that do.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import functools
 import io
 import os
 import pickle
+import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
@@ -24,11 +27,16 @@ from steelyard.errors import RanksError
 
 __all__ = ["Ranks", "join_from_environment", "together"]
 
+_GONE = "the process that holds the ranks together, rank 0 or torchrun, is gone"
+
 Value = TypeVar("Value")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _LOOK = 0.5  # seconds between two looks for ranks that failed
-_ANSWER = 5.0  # seconds that a rank has to say that it is alive
+_BEAT = 1.0  # seconds between two signs of life
+_ANSWER = 5.0  # seconds without one, when something is wrong already
+_SILENCE = 60.0  # seconds without one, when nothing else is
+_PATIENCE = timedelta(hours=2)  # that a rank waits for another which lives
 
 
 def join_from_environment() -> None:
@@ -37,7 +45,8 @@ def join_from_environment() -> None:
         return
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, timeout=_PATIENCE)
 
 
 def together(function: Function) -> Function:
@@ -65,6 +74,8 @@ class Ranks:
         self.store = store
         self.waited = 0.0  # seconds
         self._looked = 0.0
+        self._announced = False
+        self._beats: dict[int, tuple[bytes, float]] = {}  # the last of each rank, and when it came
 
     @classmethod
     def current(cls) -> Ranks:
@@ -119,21 +130,43 @@ class Ranks:
         self._do(lambda: dist.broadcast(data, source, group=self.group, async_op=True))
         return value if self.rank == source else _unpack(data)
 
-    def collect(self, value: Value, target: int = 0) -> list[Value]:
-        """Return what every rank gave, in order of rank, on `target`; on the others nothing."""
+    def collect(self, value: Value, target: int = 0) -> Iterator[Value]:
+        """Yield on `target` what every rank gave, in order, one at a time; it must take all.
+
+        On the others there is nothing to take.
+        """
         if self.count == 1:
-            return [value]
+            return iter([value])
         own = _pack(None if self.rank == target else value)
         sizes = self._sizes(own)
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        padded[: len(own)] = own
-        found = [torch.empty_like(padded) for _ in sizes] if self.rank == target else None
-        self._do(lambda: dist.gather(padded, found, target, group=self.group, async_op=True))
-        if found is None:
-            return []
-        values = [_unpack(data[:size]) for data, size in zip(found, sizes, strict=True)]
-        values[target] = value
-        return values
+        if self.rank == target:
+            return self._received(value, own, sizes)
+        for source in range(self.count):
+            if source != target:
+                self._move(own, source, target, 0)
+        return iter(())
+
+    def _received(self, value: Value, own: torch.Tensor, sizes: list[int]) -> Iterator[Value]:
+        for source, size in enumerate(sizes):
+            if source == self.rank:
+                yield value
+            else:
+                yield _unpack(self._move(own, source, self.rank, size))
+
+    def _move(self, own: torch.Tensor, source: int, target: int, size: int) -> torch.Tensor:
+        """Send from one rank to another; all must call, and `target` gets the bytes."""
+        nothing = [0] * self.count
+        into, out = list(nothing), list(nothing)
+        if self.rank == source:
+            out[target] = len(own)
+        if self.rank == target:
+            into[source] = size
+        data = torch.empty(sum(into), dtype=torch.uint8)
+        sent = own[: sum(out)]
+        self._do(
+            lambda: dist.all_to_all_single(data, sent, into, out, group=self.group, async_op=True)
+        )
+        return data
 
     def wait(self) -> None:
         """Return when every rank has come here."""
@@ -151,14 +184,14 @@ class Ranks:
         try:
             work, pause = begin(), 0.0
             while not work.is_completed():
-                self._look()
+                self.look()
                 time.sleep(pause)
                 pause = min(pause + 2e-5, 2e-3)
             work.wait()
         except RuntimeError as error:
             if isinstance(error, RanksError):
                 raise
-            raise RanksError(self._inquest()) from error
+            raise RanksError(self.inquest()) from error
         finally:
             self.waited += time.monotonic() - started
 
@@ -166,24 +199,41 @@ class Ranks:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Tell the others when this rank fails in here.
-
-        An error that another rank speaks of already has the attribute `silent`, so that a program
-        can say it once.
-        """
+        """Tell the others when this rank fails in here, and until then that it lives."""
         before, Ranks._active = Ranks._active, self
+        ended = threading.Event()
+        if self.count > 1:
+            threading.Thread(target=self._live, args=[ended], daemon=True).start()
         try:
             yield
         except BaseException as error:
-            if self.count > 1:
-                with contextlib.suppress(Exception):  # the store may be gone
-                    error.__dict__["silent"] = self.store.add("speakers", 1) > 1
-                    if not isinstance(error, RanksError):
-                        self.store.set(f"failed/{self.rank}", f"{type(error).__name__}: {error}")
-                        self.store.set("failed", str(self.rank))
+            self.announce(error)
             raise
         finally:
+            ended.set()
             Ranks._active = before
+
+    def announce(self, error: BaseException) -> None:
+        """Say that this rank fails, once.
+
+        An error that another rank speaks of already gets the attribute `silent`, so that a program
+        can say it once.
+        """
+        if self.count == 1 or self._announced:
+            return
+        self._announced = True
+        with contextlib.suppress(Exception):  # the store may be gone
+            error.__dict__["silent"] = self.store.add("speakers", 1) > 1
+            if not isinstance(error, RanksError):
+                self.store.set(f"failed/{self.rank}", f"{type(error).__name__}: {error}")
+                self.store.set("failed", str(self.rank))
+
+    def _live(self, ended: threading.Event) -> None:
+        with contextlib.suppress(Exception):
+            beat = 0
+            while not ended.wait(_BEAT):
+                beat += 1
+                self.store.set(f"beat/{self.rank}", str(beat))
 
     def at(self, place: str) -> None:
         """Say how far this rank has come, for the others' messages if it stops there."""
@@ -191,37 +241,55 @@ class Ranks:
             with contextlib.suppress(Exception):
                 self.store.set(f"at/{self.rank}", place)
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Raise if another rank failed, or gives no sign of life; asks at most twice a second."""
         now = time.monotonic()
-        if now - self._looked < _LOOK:
+        if self.count == 1 or now - self._looked < _LOOK:
             return
         self._looked = now
         try:
-            failed = self.store.check(["failed"])
-        except RuntimeError:  # it went with the process that held it
-            raise RanksError(self._inquest()) from None
-        if failed:
-            raise RanksError(self._reason(int(self.store.get("failed"))))
+            if self.store.check(["failed"]):
+                raise RanksError(self._reason())
+            silent = self._silent(_SILENCE)
+        except RuntimeError as error:
+            if isinstance(error, RanksError):
+                raise
+            raise RanksError(_GONE) from None  # with the process that held it
+        if silent:
+            raise RanksError(self._missing(silent))
 
-    def _reason(self, rank: int) -> str:
+    def inquest(self) -> str:
+        """Find out who is missing, and return what to say of it."""
+        try:
+            until = time.monotonic() + _ANSWER
+            self._beats.clear()
+            while time.monotonic() < until:
+                if self.store.check(["failed"]):
+                    return self._reason()
+                self._silent(_ANSWER)
+                time.sleep(_BEAT / 4)
+            silent = self._silent(_ANSWER - 2 * _BEAT)
+            return self._missing(silent) if silent else "the ranks lost their connections"
+        except RuntimeError:
+            return _GONE
+
+    def _silent(self, seconds: float) -> list[int]:
+        """Return the ranks whose sign of life has not changed for so long."""
+        now = time.monotonic()
+        for rank in range(self.count):
+            known = self.store.check([f"beat/{rank}"])
+            beat = self.store.get(f"beat/{rank}") if known else b""
+            if rank not in self._beats or self._beats[rank][0] != beat:
+                self._beats[rank] = (beat, now)
+        others = (rank for rank in range(self.count) if rank != self.rank)
+        return [rank for rank in others if now - self._beats[rank][1] > seconds]
+
+    def _reason(self) -> str:
+        rank = int(self.store.get("failed"))
         return f"rank {rank} failed: {self.store.get(f'failed/{rank}').decode()}"
 
-    def _inquest(self) -> str:
-        """Find out who is missing; every rank that still can calls this when an exchange fails."""
-        try:
-            self.store.set(f"alive/{self.rank}", "1")
-            silent = list(range(self.count))
-            until = time.monotonic() + _ANSWER
-            while silent and time.monotonic() < until:
-                if self.store.check(["failed"]):
-                    return self._reason(int(self.store.get("failed")))
-                silent = [rank for rank in silent if not self.store.check([f"alive/{rank}"])]
-                time.sleep(0.05)
-            if not silent:
-                return "the ranks lost their connections to each other"
-            return "; ".join(f"rank {rank} {self._last_seen(rank)}" for rank in silent)
-        except RuntimeError:
-            return "the process that holds the ranks together, rank 0 or torchrun, is gone"
+    def _missing(self, ranks: list[int]) -> str:
+        return "; ".join(f"rank {rank} {self._last_seen(rank)}" for rank in ranks)
 
     def _last_seen(self, rank: int) -> str:
         place = "before its first step"

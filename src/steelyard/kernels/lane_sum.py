@@ -12,6 +12,7 @@ matrices in memory: the lane, the node and the whole.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -75,7 +76,7 @@ class LaneSum:
 
 def whole(partials: Iterable[Partial], zero: Callable[[], torch.Tensor]) -> torch.Tensor:
     """Return the sum of the partials of all ranks, in order."""
-    left = joined([*partials, Partial(LANES, LANES, None)])
+    left = joined(itertools.chain(partials, [Partial(LANES, LANES, None)]))
     assert len(left) == 1, "partials came out of order"
     return zero() if left[0].value is None else left[0].value
 

@@ -140,6 +140,8 @@ def join(observer: Observer, states: Iterable[State]) -> None:
         seen = [state for state in states if state[1]]
         if seen:
             restore(observer, seen[-1], "what was seen last")
+            observer.num_updates = sum(int(about["updates"]) for about, _ in seen)
+            observer.num_observed_tokens = sum(int(about["tokens"]) for about, _ in seen)
         return
     total = _like(observer)
     for state in states:

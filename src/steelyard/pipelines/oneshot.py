@@ -184,7 +184,12 @@ def oneshot(
         result.notes.append(samples.description)
         kept.begin(source, result.source, loaded.text, samples)
     tokens = samples.batches if samples is not None else ()
-    alike = {"recipe": loaded.text, "calibration data": digest_of(tokens)}
+    alike = {
+        "recipe": loaded.text,
+        "calibration data": digest_of(tokens),
+        "pipeline": (pipeline, propagate_error, uncalibrated, resume, overwrite),
+        "output_dir": output_dir is not None,
+    }
     _check_alike(ranks, alike | kept.digests())
     identity = None
     if source.shards is not None and output_dir is not None:
@@ -291,8 +296,8 @@ def _config_of(recipe: Recipe) -> QuantizationConfig:
 def _check_alike(ranks: Ranks, what: dict[str, Any]) -> None:
     """Refuse ranks that were started with different things."""
     for rank, other in enumerate(ranks.gather(what)):
-        for name, value in other.items():
-            if value != what[name]:
+        for name in {**what, **other}:
+            if other.get(name) != what.get(name):
                 raise DataError(
                     f"ranks {rank} and {ranks.rank} have different {name}; all ranks must be "
                     "started with the same"

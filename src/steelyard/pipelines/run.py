@@ -12,6 +12,7 @@ import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -248,8 +249,11 @@ class Run:
             for shard, jobs in mark["streamed"].items():
                 self.streamed[int(shard)] = max(jobs, self.streamed.get(int(shard), 0))
         assert self.output.writer is not None
-        self.importance.take_up(self.output.writer.work.path, self.done)
-        self.statistics.take_up(self.output.writer.work.path, self.done)
+        work = self.output.writer.work.path
+        self.importance.take_up(work, self.done)
+        self.statistics.take_up(work, self.done)
+        if self.ranks.is_first:
+            self._forget_others(work)
         count = len(self.result.modules)
         self.result.notes.append(f"continued after {count} modules, which an earlier run had done")
 
@@ -268,6 +272,13 @@ class Run:
             "notes": self.result.notes,
         }
 
+    def _forget_others(self, work: Path) -> None:
+        """Remove what was kept for other marks than this, or by ranks that did not come to one."""
+        for kind in ("hidden", "importance", "statistics"):
+            for old in work.glob(f"{kind}-*"):
+                if not old.stem.endswith(f"-{self.done}"):
+                    old.unlink()
+
     def _layer_done(self, index: int, batches: dict[int, Batch] | None = None) -> None:
         """Record, when it is time, that a layer is done, and what flows into the next."""
         self.done = index + 1
@@ -284,9 +295,7 @@ class Run:
         self.importance.keep(writer.work.path, self.done)
         self.statistics.keep(writer.work.path, self.done)
         writer.mark(self.state())
-        for old in writer.work.path.glob("*-*"):
-            if not old.stem.endswith(f"-{self.done}"):
-                old.unlink()
+        self._forget_others(writer.work.path)
         self._mark_cost = time.monotonic() - started
 
     # -- one module -------------------------------------------------------------------------
@@ -508,7 +517,7 @@ class Run:
         """All modules are dealt with; raise if some of them saw nothing."""
         self.calibrated = True
         writer = self.output.writer
-        if writer is not None and writer.identity is not None:
+        if writer is not None and writer.identity is not None and self.ranks.is_first:
             self.importance.keep(writer.work.path, self.done)
             self.statistics.keep(writer.work.path, self.done)
         allowed = self.weights_only_schemes if self.uncalibrated == "weights-only" else ()
@@ -517,7 +526,8 @@ class Run:
             return
         kept = ""
         if writer is not None and not self._hopeless():
-            writer.mark(self.state())
+            if self.ranks.is_first:
+                writer.mark(self.state())
             kept = " What was calibrated is kept, and need not be again if you choose the second."
         shown = "\n".join(f"  - {name}" for name in left)
         raise CalibrationError(

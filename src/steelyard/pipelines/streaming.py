@@ -266,6 +266,7 @@ class Stream:
         if self._stopped:  # else a job could follow one that failed or was cancelled
             return
         try:
+            self.writer.ranks.look()
             if shard != self._shard:
                 self.writer.ranks.at(f"shard {shard + 1} of {len(self.shards)}")
                 self._shard = shard
