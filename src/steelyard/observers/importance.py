@@ -171,7 +171,8 @@ class ImportanceObserver(Observer):
             self._go_without(problem)
             return None
         importance = self._importance().to(observed.device)
-        importance = importance / importance.mean()
+        # in fp64, so that the order of columns does not show in its last bit
+        importance = importance / importance.double().mean().to(importance)
         if self._column_order is not None:
             importance = importance[self._column_order]
         if self.group_dims(observed) == 2:
