@@ -5,7 +5,7 @@ Counted is the run itself, from the call of `oneshot` to its return; imports are
 the share of a rank's time in which it sent, received or waited for the other, the larger of the
 two. What both worlds wrote is compared byte for byte.
 
-    python benchmarks/ranks.py MODEL --text FILE --python OURS [--gigabytes 2] [--json FILE]
+    python benchmarks/ranks.py MODEL --text FILE --python OURS [--gigabytes 4] [--json FILE]
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def work(case: str, source: str, text: str, output: str, record: str) -> None:
     torch.set_num_threads(1)
     join_from_environment()
     gptq = case == "GPTQ"
-    data = {"dataset": text, "num_calibration_samples": 32, "max_seq_length": 512}
+    data = {"dataset": text, "num_calibration_samples": 64, "max_seq_length": 512}
     group = int4("memoryless_mse")
     group["weights"]["group_size"] = 32  # which fits small models too
     name = "GPTQModifier" if gptq else "QuantizationModifier"
@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--text", required=True)
     parser.add_argument("--python", default=sys.executable)
-    parser.add_argument("--gigabytes", default="2")
+    parser.add_argument("--gigabytes", default="4")
     parser.add_argument("--runs", type=int, default=2)
     parser.add_argument("--only", choices=CASES)
     parser.add_argument("--json")

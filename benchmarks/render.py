@@ -224,7 +224,7 @@ def gptq_solve_table(found: dict) -> str:
 
 def ranks_table(found: dict) -> str:
     machine = found["machine"]
-    runs = f"GPTQ of {found['model']} (32 samples of 512 tokens), and a stream"
+    runs = f"GPTQ of {found['model']} (64 samples of 512 tokens), and a stream"
     lines = [
         f"{runs} of {found['gigabytes']:g} GB of bf16; {machine['processor']}, "
         f"{machine['cores']} cores, one thread a rank; imports not counted.",
