@@ -29,7 +29,8 @@ def on_terminal(*arguments: object, columns: int = 80, **environment: str) -> tu
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
-        env=environment_with(TERM="xterm-256color", **environment),
+        # what a test before this one may have left in the environment must not count
+        env=environment_with(TERM="xterm-256color", COLUMNS=str(columns), **environment),
     ) as process:
         os.close(theirs)
         said = b""

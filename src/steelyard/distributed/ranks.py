@@ -202,8 +202,9 @@ class Ranks:
         """Tell the others when this rank fails in here, and until then that it lives."""
         before, Ranks._active = Ranks._active, self
         ended = threading.Event()
+        living = threading.Thread(target=self._live, args=[ended], daemon=True)
         if self.count > 1:
-            threading.Thread(target=self._live, args=[ended], daemon=True).start()
+            living.start()
         try:
             yield
         except BaseException as error:
@@ -211,6 +212,8 @@ class Ranks:
             raise
         finally:
             ended.set()
+            if self.count > 1:
+                living.join(_ANSWER)  # a thread that is still in the store would abort the process
             Ranks._active = before
 
     def announce(self, error: BaseException) -> None:
