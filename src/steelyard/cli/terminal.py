@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from steelyard.cli.ranks import is_first
+from steelyard.pipelines import words
 from steelyard.pipelines.words import size
 
 __all__ = [
@@ -108,9 +109,7 @@ def shape_text(shape: Sequence[int] | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+    return words.duration(seconds, digits=1)
 
 
 def _plain(value: Any) -> Any:

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import io
 import os
-import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +21,7 @@ from typing import Any, ClassVar, TypeVar, cast
 import torch
 from torch import distributed as dist
 
+from steelyard.distributed.packing import pack, unpack
 from steelyard.errors import RanksError
 
 __all__ = ["Ranks", "join_from_environment", "together"]
@@ -111,24 +110,24 @@ class Ranks:
         """Return what every rank gave, in order of rank, on all of them."""
         if self.count == 1:
             return [value]
-        own = _pack(value)
+        own = pack(value)
         sizes = self._sizes(own)
         longest = max(sizes)
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: len(own)] = own
         found = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
         self._do(lambda: dist.all_gather(found, padded, group=self.group, async_op=True))
-        return [_unpack(data[:size]) for data, size in zip(found, sizes, strict=True)]
+        return [unpack(data[:size]) for data, size in zip(found, sizes, strict=True)]
 
     def broadcast(self, value: Value, source: int = 0) -> Value:
         """Return on all ranks what `source` gave; what the others give does not count."""
         if self.count == 1:
             return value
-        own = _pack(value) if self.rank == source else torch.empty(0, dtype=torch.uint8)
+        own = pack(value) if self.rank == source else torch.empty(0, dtype=torch.uint8)
         size = self._sizes(own)[source]
         data = own if self.rank == source else torch.empty(size, dtype=torch.uint8)
         self._do(lambda: dist.broadcast(data, source, group=self.group, async_op=True))
-        return value if self.rank == source else _unpack(data)
+        return value if self.rank == source else unpack(data)
 
     def collect(self, value: Value, target: int = 0) -> Iterator[Value]:
         """Yield on `target` what every rank gave, in order, one at a time; it must take all.
@@ -137,7 +136,7 @@ class Ranks:
         """
         if self.count == 1:
             return iter([value])
-        own = _pack(None if self.rank == target else value)
+        own = pack(None if self.rank == target else value)
         sizes = self._sizes(own)
         if self.rank == target:
             return self._received(value, own, sizes)
@@ -151,12 +150,11 @@ class Ranks:
             if source == self.rank:
                 yield value
             else:
-                yield _unpack(self._move(own, source, self.rank, size))
+                yield unpack(self._move(own, source, self.rank, size))
 
     def _move(self, own: torch.Tensor, source: int, target: int, size: int) -> torch.Tensor:
         """Send from one rank to another; all must call, and `target` gets the bytes."""
-        nothing = [0] * self.count
-        into, out = list(nothing), list(nothing)
+        into, out = [0] * self.count, [0] * self.count
         if self.rank == source:
             out[target] = len(own)
         if self.rank == target:
@@ -302,29 +300,3 @@ class Ranks:
             f"does not answer, and was last heard of {place}: it was killed, for example for want "
             "of memory, or it hangs"
         )
-
-
-class _Pickler(pickle.Pickler):
-    """Sends tensors as their bytes: torch's own way does not know all types."""
-
-    def reducer_override(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return NotImplemented
-        flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        return _tensor, (bytearray(flat.numpy()), value.dtype, tuple(value.shape))
-
-
-def _tensor(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    if not data:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(shape)
-
-
-def _pack(value: Any) -> torch.Tensor:
-    stream = io.BytesIO()
-    _Pickler(stream, protocol=5).dump(value)
-    return torch.frombuffer(bytearray(stream.getbuffer()), dtype=torch.uint8)
-
-
-def _unpack(data: torch.Tensor) -> Any:
-    return pickle.loads(data.numpy().tobytes())

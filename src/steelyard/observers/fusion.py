@@ -7,18 +7,18 @@ before they are quantized.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from steelyard.errors import FusionError
 
 if TYPE_CHECKING:
     import torch
-    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
 __all__ = [
     "FUSED_LAYER_NAMES",
-    "ONE_SCALE",
+    "decided_together",
     "disagreement",
     "fuse_weight_observers",
     "fused_groups",
@@ -32,8 +32,7 @@ FUSED_LAYER_NAMES: list[tuple[str, ...]] = [
 ]
 """Attribute names of sibling layers that the server merges into one."""
 
-ONE_SCALE = ("tensor", "tensor_group")
-"""Strategies in which merged layers share a scale, and so are decided on together."""
+_ONE_SCALE = ("tensor", "tensor_group")  # strategies in which merged layers share a scale
 
 _FORMAT_FIELDS = (
     "num_bits",
@@ -59,6 +58,19 @@ def fused_groups(names: Iterable[str]) -> Iterator[tuple[str, ...]]:
             present = tuple(path for path in paths if path in known)
             if len(present) > 1:
                 yield present
+
+
+def decided_together(schemes: Mapping[str, QuantizationScheme]) -> dict[str, tuple[str, ...]]:
+    """Return for each module those that must be decided on with it: they share a scale when merged.
+
+    A module that shares none stands alone.
+    """
+    units: dict[str, tuple[str, ...]] = {name: (name,) for name in schemes}
+    for group in fused_groups(schemes):
+        args = schemes[group[0]].weights
+        if args is not None and args.strategy in _ONE_SCALE:
+            units.update(dict.fromkeys(group, group))
+    return units
 
 
 def fuse_weight_observers(model: torch.nn.Module) -> None:

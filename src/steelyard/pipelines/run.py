@@ -21,12 +21,13 @@ from torch.nn import Module, Parameter
 
 from steelyard.calibration import Calibration
 from steelyard.calibration.lifecycle import observed_tokens, with_schemes
-from steelyard.distributed import Ranks, deal, share
+from steelyard.distributed import Ranks, share
 from steelyard.errors import CalibrationError, PipelineError
 from steelyard.kernels.lane_sum import lane_of
 from steelyard.modifiers import GPTQModifier
-from steelyard.observers.fusion import ONE_SCALE, fused_groups
+from steelyard.observers.fusion import fused_groups
 from steelyard.pipelines.data import Samples
+from steelyard.pipelines.dealt_weights import of_weight, owners_of
 from steelyard.pipelines.figures import module_figures, with_figures
 from steelyard.pipelines.gptq import GPTQ, Gathering
 from steelyard.pipelines.importance import RunImportance
@@ -327,7 +328,7 @@ class Run:
             if self._hopeless():  # the run goes on only to name all that saw nothing
                 return
             schemes = with_schemes(module, name, without)
-            self.output.add(module, name, without, _owners(schemes, self.ranks.count))
+            self.output.add(module, name, without, owners_of(schemes, self.ranks.count))
             for each, quantized in schemes.items():
                 result = found[each]
                 if result.error is None:  # against the weight as it is now, which is as it was
@@ -416,7 +417,7 @@ class Run:
     def _decide(self, calibration: Calibration, gptq: Gathering | None) -> dict[str, ModuleResult]:
         """After all data: find the parameters of the modules, and round their weights."""
         ranks, modules = self.ranks, calibration.modules
-        owners = _owners(modules, ranks.count)
+        owners = owners_of(modules, ranks.count)
         mine = [name for name in modules if owners[name] == ranks.rank]
         calibration.sync(ranks)
         self.statistics.exchange(calibration, self.device)
@@ -431,7 +432,8 @@ class Run:
         if gptq is not None:
             gptq.regroup(mine)
         calibration.finish(mine)
-        figures = {name: with_figures({}, module_figures(modules[name])) for name in mine}
+        nearest = [n for n in mine if gptq is None or n not in gptq.modules]
+        figures = {name: with_figures({}, module_figures(modules[name])) for name in nearest}
         found = {
             n: ModuleResult(None, observed_tokens(m), figures.get(n, {}))
             for n, m in modules.items()
@@ -457,7 +459,7 @@ class Run:
         solved: the weights themselves have changed
         """
         notes, gathered = self.result.notes, self.importance.gathered
-        own = {n: (_of_weight(modules[n], solved), found[n], gathered.get(n)) for n in mine}
+        own = {n: (of_weight(modules[n], solved), found[n], gathered.get(n)) for n in mine}
         results: dict[str, ModuleResult] = {}
         for rank, (news, told) in enumerate(self.ranks.gather((own, notes[known:]))):
             if rank == self.ranks.rank:
@@ -559,37 +561,6 @@ def _scheme(module: Any) -> Any:
 
 def _to_next(calls: Iterator[Callable[[torch.Tensor], None]], x: torch.Tensor) -> None:
     next(calls)(x)
-
-
-def _owners(modules: Mapping[str, Module], ranks: int) -> dict[str, int]:
-    """Deal the weights of modules to ranks, those that share a scale to one."""
-    units: dict[str, list[str]] = {name: [name] for name in modules}
-    for group in fused_groups(modules):
-        args = _scheme(modules[group[0]]).weights
-        if args is not None and args.strategy in ONE_SCALE:
-            units[group[0]] = [name for name in group if name in units]
-            for name in group[1:]:
-                units.pop(name, None)
-    weights = [sum(_weight_cost(modules[name]) for name in unit) for unit in units.values()]
-    owners = deal(weights, ranks)
-    return {
-        name: owner for unit, owner in zip(units.values(), owners, strict=True) for name in unit
-    }
-
-
-def _weight_cost(module: Any) -> float:
-    weight = module._parameters.get("weight")
-    return 0.0 if weight is None else float(weight.numel())
-
-
-def _of_weight(module: Module, solved: bool) -> dict[str, torch.Tensor]:
-    """Return the parameters of a module that come of its weight."""
-    parameters = {name: p.data for name, p in module._parameters.items() if p is not None}
-    return {
-        name: value.cpu()
-        for name, value in parameters.items()
-        if name.startswith("weight_") or (solved and name == "weight")
-    }
 
 
 def _of_activations(parameter: str) -> bool:

@@ -24,7 +24,7 @@ from steelyard.checkpoint.layout import expected_tensors
 from steelyard.checkpoint.shard_file import HEADER_ROOM, entry_bytes
 from steelyard.distributed import deal
 from steelyard.observers import Observer
-from steelyard.observers.fusion import ONE_SCALE, fused_groups
+from steelyard.observers.fusion import decided_together
 from steelyard.observers.importance import ImportanceObserver
 from steelyard.observers.importance_file import Importance
 from steelyard.pipelines.figures import figures_of
@@ -74,22 +74,18 @@ class Job:
 
 def jobs_of(view: CheckpointView, plan: Plan) -> list[Job]:
     """Return what is to be done in the order of the files; layers with one scale go together."""
-    planned = {f"{p.name}.weight": p for p in plan.quantized if p.scheme.weights is not None}
-    together: dict[str, tuple[str, ...]] = {}
-    for group in fused_groups(p.name for p in planned.values()):
-        names = tuple(f"{name}.weight" for name in group)
-        args = planned[names[0]].scheme.weights
-        if args is not None and args.strategy in ONE_SCALE:
-            together.update(dict.fromkeys(names, names))
+    planned = {p.name: p for p in plan.quantized if p.scheme.weights is not None}
+    together = decided_together({name: p.scheme for name, p in planned.items()})
     jobs: list[Job] = []
     taken: set[str] = set()
-    for name in view.names():
-        if name in planned and name not in taken:
-            names = together.get(name, (name,))
+    for tensor in view.names():
+        name = tensor.removesuffix(".weight")
+        if name == tensor or name not in planned:
+            jobs.append(Job((tensor,)))
+        elif name not in taken:
+            names = together[name]
             taken.update(names)
-            jobs.append(Job(names, tuple(planned[n] for n in names)))
-        elif name not in planned:
-            jobs.append(Job((name,)))
+            jobs.append(Job(tuple(f"{n}.weight" for n in names), tuple(planned[n] for n in names)))
     return jobs
 
 

@@ -18,12 +18,14 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.1f} TB"
 
 
-def duration(seconds: float) -> str:
+def duration(seconds: float, digits: int = 0) -> str:
     """Return a time in a unit that suits it.
 
-    >>> duration(300)
-    '5 min'
+    digits: of seconds, after the point; without any, it is one second at least
+
+    >>> duration(300), duration(1.26, digits=1)
+    ('5 min', '1.3 s')
     """
     if seconds < 120:
-        return f"{max(seconds, 1):.0f} s"
+        return f"{seconds if digits else max(seconds, 1):.{digits}f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

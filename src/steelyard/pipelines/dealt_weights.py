@@ -1,0 +1,40 @@
+"""Which rank works on which weights, and what it has to tell the others of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+from steelyard.distributed import deal
+from steelyard.observers.fusion import decided_together
+
+__all__ = ["of_weight", "owners_of"]
+
+
+def owners_of(modules: Mapping[str, Any], ranks: int) -> dict[str, int]:
+    """Deal the weights of modules with schemes to ranks, those that share a scale to one."""
+    schemes = {name: module.quantization_scheme for name, module in modules.items()}
+    units = list(dict.fromkeys(decided_together(schemes).values()))
+    owners = deal([sum(_cost(modules[name]) for name in unit) for unit in units], ranks)
+    return {name: owner for unit, owner in zip(units, owners, strict=True) for name in unit}
+
+
+def of_weight(module: Module, solved: bool) -> dict[str, torch.Tensor]:
+    """Return the parameters of a module that come of its weight, on the CPU.
+
+    solved: the weight itself too, which has changed
+    """
+    parameters = {name: p.data for name, p in module._parameters.items() if p is not None}
+    return {
+        name: value.cpu()
+        for name, value in parameters.items()
+        if name.startswith("weight_") or (solved and name == "weight")
+    }
+
+
+def _cost(module: Module) -> float:
+    weight = module._parameters.get("weight")
+    return 0.0 if weight is None else float(weight.numel())
