@@ -112,6 +112,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gptq, one sample": (GPTQ, {"dataset": token_batches()[:1]}),
     "gptq, in passes": (GPTQ, {"pipeline": "basic"}),
     "importance": (WEIGHED, {}),
+    "importance, error propagated": (WEIGHED, {"propagate_error": True}),
+    "gptq, no error propagated": (GPTQ, {"propagate_error": False}),
     "stream": (PLAIN, {"dataset": None}),
     "weights of a loaded model": (PLAIN, {"dataset": None, "loaded": True}),
     "static, loaded": (STATIC, {"loaded": True}),
@@ -215,18 +217,30 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(source: Path) -> Path:
-    """What one process writes."""
-    threads = torch.get_num_threads()
-    before = streaming._LEAST_SHARD, CheckpointWriter.mark_seconds
-    torch.set_num_threads(1)
+    """What one thread of one process writes."""
+    return quantize_all(source, source / "alone", threads=1)
+
+
+def quantize_all(source: Path, folder: Path, threads: int) -> Path:
+    before = streaming._LEAST_SHARD, CheckpointWriter.mark_seconds, torch.get_num_threads()
+    torch.set_num_threads(threads)
     cut_small()
     try:
         for case in CASES:
-            quantize(case, source, source / "alone" / case)
+            quantize(case, source, folder / case)
+            assert torch.get_num_threads() == threads
     finally:
+        streaming._LEAST_SHARD, CheckpointWriter.mark_seconds, threads = before
         torch.set_num_threads(threads)
-        streaming._LEAST_SHARD, CheckpointWriter.mark_seconds = before
-    return source / "alone"
+    return folder
+
+
+def assert_same(folder: Path, alone: Path) -> None:
+    for case in CASES:
+        expected, found = contents(alone / case), contents(folder / case)
+        assert list(found) == list(expected), case
+        for name, content in expected.items():
+            assert found[name] == content, f"{case}: {name}"
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -235,11 +249,13 @@ def test_ranks_write_what_one_process_writes(world: int, alone: Path, source: Pa
     folder.mkdir()
     codes, said = start(__file__, ["all"], world, folder)
     assert codes == [0] * world, "\n".join(text[-2000:] for text in said)
-    for case in CASES:
-        expected, found = contents(alone / case), contents(folder / case)
-        assert list(found) == list(expected), case
-        for name, content in expected.items():
-            assert found[name] == content, f"{case}: {name}"
+    assert_same(folder, alone)
+
+
+@pytest.mark.parametrize("threads", [2, 3, 20])
+def test_threads_write_what_one_writes(threads: int, alone: Path, source: Path) -> None:
+    """Each batch is computed on one thread, however many there are; with 20, that is 16 of them."""
+    assert_same(quantize_all(source, source / f"threads{threads}", threads), alone)
 
 
 def test_cases_have_something_to_tell_apart(alone: Path) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from steelyard.distributed import lanes_of, share
-from steelyard.kernels.lane_sum import LANES, LaneSum, lane_of, whole
+from steelyard.kernels.lane_sum import LANES, LaneSum, lane_of
 
 
 def zero() -> torch.Tensor:
@@ -32,14 +32,14 @@ def by_hand(terms: list[torch.Tensor]) -> torch.Tensor:
 
 
 def by_ranks(terms: list[torch.Tensor], ranks: int, seen: set[int] | None = None) -> torch.Tensor:
-    partials = []
+    whole = LaneSum(zero)
     for rank in range(ranks):
         mine = LaneSum(zero, lanes_of(rank, ranks).start)
         for batch in share(len(terms), rank, ranks):
             if seen is None or batch in seen:
                 mine.lane(lane_of(batch, len(terms))).add_(terms[batch])
-        partials += mine.partials()
-    return whole(partials, zero)
+        whole.take(mine.partials())
+    return whole.total()
 
 
 @settings(deadline=None)
@@ -71,12 +71,20 @@ def test_shares_are_all_batches_in_order(ranks: int) -> None:
 
 
 def test_one_process_holds_three_matrices() -> None:
+    made: list[torch.Tensor] = []
+
+    def counted() -> torch.Tensor:
+        made.append(zero())
+        return made[-1]
+
+    total = LaneSum(counted)
     held = []
-    total = LaneSum(zero)
     for lane in range(LANES):
-        total.lane(lane)
-        held.append(sum(p.value is not None for p in total._partials))
+        total.lane(lane).add_(lane)
+        held.append(sum(p.value is not None for p in total._partials) + len(total._spare))
     assert max(held) == 3
+    assert torch.equal(total.total(), zero() + sum(range(LANES)))
+    assert len(made) <= 3 + LANES // 4  # what was added to another is used again
 
 
 def test_lanes_come_in_order() -> None:

@@ -15,7 +15,9 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from steelyard import oneshot
+from steelyard.calibration.hessians import Hessians
 from steelyard.checkpoint import CheckpointWriter
+from steelyard.distributed import Crew
 from steelyard.errors import RecipeError
 from steelyard.kernels.gptq import solve
 from steelyard.modifiers import GPTQModifier, IMatrixGatherer, QuantizationModifier
@@ -159,8 +161,6 @@ def unpacked(words: torch.Tensor) -> torch.Tensor:
 
 
 def test_layers_that_share_an_input_share_its_moment(source: Path) -> None:
-    from steelyard.calibration.hessians import Hessians
-
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     layer = model.model.layers[0]
     linear = {n: m for n, m in layer.named_modules() if isinstance(m, torch.nn.Linear)}
@@ -172,6 +172,44 @@ def test_layers_that_share_an_input_share_its_moment(source: Path) -> None:
     assert len({id(hessians._moments[n]) for n in attention}) == 1
     assert hessians.tokens("mlp.up_proj") == 6 * 64
     assert all(not m._forward_pre_hooks for m in linear.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("hands", [1, 2, 3])
+def test_moments_are_those_in_float64(dtype: torch.dtype, hands: int) -> None:
+    """Summed in fp32 whatever the type, by hooks or shown; and the same on several threads."""
+    linear = torch.nn.Linear(300, 1, bias=False, dtype=dtype)
+    batches = [torch.randn(2, 33, 300).to(dtype) for _ in range(20)]
+    lanes = iter([*(i * 16 // 20 for i in range(20))] * 2)
+    found = []
+    for shown in (True, False):
+        crew = Crew(hands)
+        with crew, Hessians({"l": linear}, lane=lambda: next(lanes), crew=crew) as moments:
+            for x in batches:
+                if shown:
+                    moments.show(x)
+                else:
+                    linear(x)
+            moments.settle()
+        found.append(moments.hessian("l"))
+        assert moments.tokens("l") == 20 * 66
+    alone = Hessians({"l": linear}, lane=lambda: next(lanes))
+    lanes = iter(i * 16 // 20 for i in range(20))
+    for x in batches:
+        alone.show(x)
+    alone.settle()
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], alone.hessian("l"))
+    tokens = torch.cat(batches).reshape(-1, 300).double()
+    norms = tokens.square().sum(0).sqrt()
+    got = found[0].double() / norms / norms.unsqueeze(1)
+    assert_close(got, tokens.t() @ tokens / norms / norms.unsqueeze(1), rtol=0, atol=1e-6)
+
+
+def test_half_precision_is_summed_in_fp32() -> None:
+    linear = torch.nn.Linear(2, 1, bias=False, dtype=torch.bfloat16)
+    with Hessians({"l": linear}) as moments:
+        linear(torch.full((70_000, 2), 1.0, dtype=torch.bfloat16))  # bf16 would stop at 256
+    assert torch.equal(moments.hessian("l"), torch.full((2, 2), 70_000.0))
 
 
 @pytest.mark.parametrize("scheme", ["W4A16", "static"])

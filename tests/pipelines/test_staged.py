@@ -15,9 +15,10 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from steelyard import oneshot
+from steelyard.distributed import Crew
 from steelyard.errors import PipelineError
 from steelyard.kernels.gptq import activation_order, solve
-from steelyard.modifiers import GPTQModifier, QuantizationModifier
+from steelyard.modifiers import GPTQModifier, IMatrixGatherer, QuantizationModifier
 from steelyard.observers.padding import real_tokens, without_padding
 from steelyard.pipelines import run
 from steelyard.pipelines.run import Run
@@ -59,13 +60,22 @@ def forwards(layer: Module, data: list[torch.Tensor]) -> list[Callable[[], torch
 
 
 @torch.no_grad()
-def halve(layer: Layer, budget: int) -> tuple[list[list[torch.Tensor]], list[torch.Tensor]]:
+def halve(
+    layer: Layer, budget: int, hands: int
+) -> tuple[list[list[torch.Tensor]], list[torch.Tensor]]:
     """Halve the weights of each stage when all batches wait at it."""
     seen: list[list[torch.Tensor]] = [[], []]
+    settled: list[int] = []
     stages = [[layer.a, layer.b], [layer.c]]
-    with Staged(stages, forwards(layer, inputs()), budget) as staged:
+    every = forwards(layer, inputs())
+    with Crew(hands) as crew, Staged(stages, every, budget, crew) as staged:
         for index, stage in enumerate(stages):
-            staged.run_to(index, lambda x, index=index: seen[index].append(x.clone()))
+            staged.run_to(
+                index,
+                lambda x, index=index: seen[index].append(x.clone()),
+                settle=lambda index=index: settled.append(len(seen[index])),
+            )
+            assert settled[-1] == 5
             for module in stage:
                 module.weight.data.mul_(0.5)
         outputs = list(staged.finish())
@@ -76,10 +86,11 @@ def halve(layer: Layer, budget: int) -> tuple[list[list[torch.Tensor]], list[tor
 # -- the scheduler --------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("hands", [1, 2, 3])
 @pytest.mark.parametrize(("budget", "starts"), [(UNLIMITED, 5), (0, 15), (1200, None)])
-def test_each_stage_sees_the_changes_before_it(budget: int, starts: int | None) -> None:
+def test_each_stage_sees_the_changes_before_it(budget: int, starts: int | None, hands: int) -> None:
     layer, changed = Layer(), Layer()
-    seen, outputs = halve(layer, budget)
+    seen, outputs = halve(layer, budget, hands)
     assert 5 < layer.calls < 15 if starts is None else layer.calls == starts
     with torch.no_grad():
         for module in (changed.a, changed.b, changed.c):
@@ -108,8 +119,9 @@ def test_what_is_held_is_measured() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("hands", [1, 2])
 @pytest.mark.parametrize("way", ["swapped", "skipped", "other", "twice"])
-def test_batches_that_go_another_way_are_refused(way: str) -> None:
+def test_batches_that_go_another_way_are_refused(way: str, hands: int) -> None:
     layer = Layer()
     stages = [[layer.a, layer.b], [layer.c]]
 
@@ -123,7 +135,8 @@ def test_batches_that_go_another_way_are_refused(way: str) -> None:
         return layer.c(product) + (layer.a(x) if way == "twice" else 0)
 
     def drive() -> None:
-        with Staged(stages, [*forwards(layer, inputs(2)), stray], UNLIMITED) as staged:
+        every = [*forwards(layer, inputs(2)), stray]
+        with Crew(hands) as crew, Staged(stages, every, UNLIMITED, crew) as staged:
             for index in range(2):
                 staged.run_to(index, lambda x: None)
             list(staged.finish())
@@ -134,7 +147,8 @@ def test_batches_that_go_another_way_are_refused(way: str) -> None:
 
 
 @torch.no_grad()
-def test_padding_of_a_batch_is_known_while_it_is_seen() -> None:
+@pytest.mark.parametrize("hands", [1, 2])
+def test_padding_of_a_batch_is_known_while_it_is_seen(hands: int) -> None:
     layer, data = Layer(), inputs(3)
     masks = [torch.tensor([[True] * (3 + i) + [False]]) for i in range(3)]
 
@@ -144,7 +158,8 @@ def test_padding_of_a_batch_is_known_while_it_is_seen() -> None:
 
     each = [lambda x=x, mask=mask: padded(x, mask) for x, mask in zip(data, masks, strict=True)]
     rows: list[int] = []
-    with Staged([[layer.a, layer.b], [layer.c]], each, UNLIMITED) as staged:
+    stages = [[layer.a, layer.b], [layer.c]]
+    with Crew(hands) as crew, Staged(stages, each, UNLIMITED, crew) as staged:
         for index in range(2):
             staged.run_to(index, lambda x: rows.append(len(real_tokens(x, "input"))))
             assert len(real_tokens(data[0], "input")) == 4  # it is not known outside
@@ -338,3 +353,39 @@ def test_families(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     result = oneshot(tmp_path / "m", modifier, tokens(), tmp_path / "q")
     assert taken == [2 if family == "qwen3_moe" else 4] * 3
     assert all(m.details["loss"] > 0 for m in result.modules.values())
+
+
+@pytest.mark.parametrize("propagate", [True, False])
+@pytest.mark.parametrize("scheme", ["FP8", "importance", "dynamic"])
+def test_batches_beside_each_other_write_what_hooks_write(
+    scheme: str, propagate: bool, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each module is called once for each batch, and shows its observers the same in its order."""
+    chosen: dict[str, dict[str, Any]] = {
+        "FP8": {"scheme": "FP8"},
+        "importance": {"config_groups": groups(observer="imatrix_mse")},
+        "dynamic": {"scheme": "W4AFP8", "targets": ["Linear"]},
+    }
+    recipe: list[Any] = [QuantizationModifier(ignore=["lm_head"], **chosen[scheme])]
+    if scheme != "FP8":
+        recipe.insert(0, IMatrixGatherer(ignore=["lm_head"]))
+    taken: list[int] = []
+    beside = Run._beside
+
+    def noting(self: Run, *args: Any) -> None:
+        taken.append(self.crew.count)
+        beside(self, *args)
+
+    monkeypatch.setattr(Run, "_beside", noting)
+    monkeypatch.setattr(run, "BESIDE", 100_000)  # so that the eight go in several rounds
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            output = tmp_path / str(count)
+            oneshot(source, recipe, tokens(), output, propagate_error=propagate)
+    finally:
+        torch.set_num_threads(threads)
+    assert taken == [3, 3]  # layers, and none of them with one thread
+    for file in (tmp_path / "1").iterdir():
+        assert lasting(tmp_path / "3" / file.name) == lasting(file)

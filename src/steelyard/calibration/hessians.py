@@ -3,25 +3,29 @@
 Layers that are called with the same tensor (q, k and v; gate and up) share one: it is computed once
 and held once. Which layers do is seen in the first pass and must not change after it. Several ranks
 gather each its own batches, and `meet` brings together what they have; the order of additions is
-that of `kernels.lane_sum`, whatever their number.
+that of `kernels.lane_sum`, whatever their number. A matrix is added to by several threads, each to
+slabs of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
-from steelyard.distributed import Ranks, lanes_of
+from steelyard.distributed import Crew, Ranks, deal, lanes_of
 from steelyard.errors import CalibrationError
-from steelyard.kernels.hessian import accumulate, symmetric
-from steelyard.kernels.lane_sum import LaneSum, Partial, whole
+from steelyard.kernels.hessian import accumulate, empty_slab, slab_starts, symmetric
+from steelyard.kernels.lane_sum import LaneSum, Partial
 from steelyard.observers.padding import real_tokens
 
 __all__ = ["Hessians"]
+
+Term = tuple[int, torch.Tensor]  # a lane, and what a batch of it adds: (tokens, columns), fp32
 
 
 class _Moment:
@@ -30,12 +34,35 @@ class _Moment:
     def __init__(self, columns: int, device: torch.device, first: int) -> None:
         self.columns = columns
         self.device = device
-        self.sum = LaneSum(self.zero, first)
+        self.slabs = [
+            LaneSum(functools.partial(empty_slab, columns, start, device), first)
+            for start in slab_starts(columns)
+        ]
         self.tokens = 0
         self.last: torch.Tensor | None = None  # what was added last
 
-    def zero(self) -> torch.Tensor:
-        return torch.zeros(self.columns, self.columns, device=self.device)
+    def add(self, terms: Sequence[Term], crew: Crew) -> None:
+        costs = [self.columns - start for start in slab_starts(self.columns)]
+        owners = deal(costs, crew.count)
+        for _ in crew.do(
+            (hand, functools.partial(_add, slabs, terms))
+            for hand in range(crew.count)
+            if (slabs := [s for s, owner in zip(self.slabs, owners, strict=True) if owner == hand])
+        ):
+            pass
+
+    @functools.cached_property
+    def whole(self) -> torch.Tensor:
+        """(columns, columns), when all was added; the slabs are given up for it."""
+        slabs = [slab.total() for slab in self.slabs]
+        self.slabs.clear()
+        return symmetric(slabs).to(self.device)
+
+
+def _add(slabs: Sequence[LaneSum], terms: Iterable[Term]) -> None:
+    for lane, x in terms:
+        for slab in slabs:
+            accumulate(slab.lane(lane), x)
 
 
 class Hessians:
@@ -45,6 +72,7 @@ class Hessians:
     offload: keep the moments on the CPU, wherever the modules are
     lane:    returns that of the batch which flows; see `kernels.lane_sum`
     ranks:   those that gather together
+    crew:    the threads that add
     """
 
     def __init__(
@@ -53,11 +81,14 @@ class Hessians:
         offload: bool = False,
         lane: Callable[[], int] = lambda: 0,
         ranks: Ranks | None = None,
+        crew: Crew | None = None,
     ) -> None:
         self.modules = dict(modules)
         self.offload = offload
         self.lane = lane
         self.ranks = ranks or Ranks()
+        self.crew = crew or Crew()
+        self._noted: list[Term] = []
         self._moments: dict[str, _Moment] = {}
         self._latest: _Moment | None = None
         self._handles: list[RemovableHandle] = []
@@ -79,8 +110,26 @@ class Hessians:
             moment.last = None
         self._latest = None
 
+    def show(self, x: torch.Tensor) -> None:
+        """Note the input that all modules have in common, instead of hooks; `settle` adds it."""
+        for name in self.modules:
+            if (moment := self._to_add(name, x)) is not None:
+                self._noted.append(self._term(moment, x))
+
+    def settle(self) -> None:
+        """Add what was noted."""
+        if self._noted:
+            (moment,) = set(self._moments.values())
+            moment.add(self._noted, self.crew)
+            self._noted.clear()
+
     @torch.no_grad()
     def _see(self, name: str, x: torch.Tensor) -> None:
+        if (moment := self._to_add(name, x)) is not None:
+            moment.add([self._term(moment, x)], self.crew)
+
+    def _to_add(self, name: str, x: torch.Tensor) -> _Moment | None:
+        """Return the moment that an input is to be added to; None if it is part of it already."""
         moment = self._moments.get(name)
         if moment is None:
             latest = self._latest
@@ -90,17 +139,20 @@ class Hessians:
                 latest = _Moment(x.shape[-1], device, first)
             moment = self._moments[name] = latest
         if moment.last is x:  # a layer that shares it was here first
-            return
+            return None
         if moment.tokens and self._owner(moment) != name:
             raise CalibrationError(
                 f"{name} was called with another tensor than {self._owner(moment)}, with which it "
                 "shared its input before; their inputs cannot be told apart any more"
             )
-        real = real_tokens(x, "input")
-        accumulate(moment.sum.lane(self.lane()), real.to(moment.device))
-        moment.tokens += real.numel() // real.shape[-1]
         moment.last = x
         self._latest = moment
+        return moment
+
+    def _term(self, moment: _Moment, x: torch.Tensor) -> Term:
+        real = real_tokens(x, "input").detach().reshape(-1, x.shape[-1])
+        moment.tokens += len(real)
+        return self.lane(), real.to(moment.device, torch.float32)
 
     def _owner(self, moment: _Moment) -> str:
         return next(name for name, each in self._moments.items() if each is moment)
@@ -127,18 +179,15 @@ class Hessians:
         for names in sorted(known):  # in one order on all ranks
             columns, tokens = known[names]
             mine = self._moments.get(names[0])
-            partials = [] if mine is None else mine.sum.partials()
-            mine = mine or _Moment(columns, self._device(names[0]), 0)
-            mine.tokens = tokens
-            total = None
+            partials = [] if mine is None else [slab.partials() for slab in mine.slabs]
+            whole = _Moment(columns, self._device(names[0]), 0)
+            whole.tokens = tokens
             for owner in sorted({owners[name] for name in names}):
-                found = self.ranks.collect(_copies(partials), owner)
-                if owner == self.ranks.rank:
-                    total = whole((p for part in found for p in part), mine.zero)
-            mine.sum = LaneSum(mine.zero)
-            if total is not None:
-                mine.sum.lane(0).copy_(total)
-            self._moments.update(dict.fromkeys(names, mine))
+                for found in self.ranks.collect(_copies(partials), owner):
+                    if owner == self.ranks.rank:
+                        for slab, part in zip(whole.slabs, found, strict=bool(found)):
+                            slab.take(part)
+            self._moments.update(dict.fromkeys(names, whole))
 
     def _described(self) -> dict[tuple[str, ...], tuple[int, int]]:
         moments: dict[int, list[str]] = {}
@@ -153,20 +202,21 @@ class Hessians:
 
     def diagonal(self, name: str) -> torch.Tensor:
         """Return the sum of x^2 of each input channel."""
-        return self._moments[name].sum.total().diagonal().clone()
+        return self._moments[name].whole.diagonal().clone()
 
     def hessian(self, name: str) -> torch.Tensor:
         """Return H of a module, (columns, columns) fp32; all zero if no token reached it."""
         moment = self._moments.get(name)
         if moment is not None:
-            return symmetric(moment.sum.total())
+            return moment.whole
         weight: Any = self.modules[name].weight
         return torch.zeros(weight.shape[1], weight.shape[1], device=weight.device)
 
 
-def _copies(partials: list[Partial]) -> list[Partial]:
+def _copies(partials: list[list[Partial]]) -> list[list[Partial]]:
     """Return them on the CPU, where they can be sent, and joined without changing what is here."""
-    return [
-        Partial(p.start, p.stop, None if p.value is None else p.value.to("cpu", copy=True))
-        for p in partials
-    ]
+
+    def copy(value: torch.Tensor | None) -> torch.Tensor | None:
+        return None if value is None else value.to("cpu", copy=True)
+
+    return [[Partial(p.start, p.stop, copy(p.value)) for p in slab] for slab in partials]

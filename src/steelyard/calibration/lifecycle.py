@@ -12,7 +12,7 @@ hook is left, and a module whose calibration did not finish is as it was before.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -34,7 +34,10 @@ from steelyard.calibration.steps import (
     update_qparams,
 )
 from steelyard.distributed import Ranks
+from steelyard.kernels.squares import sum_of_squares
 from steelyard.observers import Observer, fuse_weight_observers, statistics
+from steelyard.observers.importance import ImportanceObserver
+from steelyard.observers.padding import real_tokens
 
 __all__ = ["Calibration", "observed_tokens", "with_schemes"]
 
@@ -44,7 +47,7 @@ class Calibration:
 
     prefix:  the name of `root` within its model, for messages
     without: a module within `root` whose own modules are left out
-    stage:   only these modules, by name, which all have one input; no hooks, `show` tells of it
+    shown:   only these modules, by name; not hooks, but `show` tells of their inputs
     """
 
     def __init__(
@@ -52,13 +55,14 @@ class Calibration:
         root: Module,
         prefix: str = "",
         without: Module | None = None,
-        stage: Collection[str] | None = None,
+        shown: Collection[str] | None = None,
     ) -> None:
         self.root = root
         self.modules = with_schemes(root, prefix, without)
-        if stage is not None:
-            self.modules = {name: self.modules[name] for name in stage}
-        self._hooks = stage is None
+        if shown is not None:
+            self.modules = {name: self.modules[name] for name in shown}
+        self._hooks = shown is None
+        self._weighing: dict[str, ImportanceObserver] = {}  # among those shown
         self._handles: list[RemovableHandle] = []
         self._before: dict[str, tuple[Any, Any]] = {}
         self._synced = False
@@ -95,11 +99,26 @@ class Calibration:
                 if observer is not None:
                     yield name, base_name, observer
 
-    def show(self, x: torch.Tensor) -> None:
-        """Show the input of a stage to the observers of inputs."""
-        for module in self.modules.values():
-            if observer_of(module, "input") is not None:
-                calibrate_input_hook(module, (x,))
+    def take_over(self) -> None:
+        """Take the hooks away that gather importance, too."""
+        for name, module in self.modules.items():
+            observer = observer_of(module, "weight")
+            if isinstance(observer, ImportanceObserver) and observer.gathers(module):
+                observer.detach(module)
+                observer.reset()
+                self._weighing[name] = observer
+
+    def show(self, names: Iterable[str], x: torch.Tensor) -> None:
+        """Show the input that modules have in common to those that observe it, or weigh by it."""
+        for name in names:
+            if observer_of(self.modules[name], "input") is not None:
+                calibrate_input_hook(self.modules[name], (x,))
+        real = real_tokens(x, "input")
+        weighing = [self._weighing[name] for name in names if name in self._weighing]
+        if weighing and real.numel():
+            squares = sum_of_squares(real)
+            for observer in weighing:
+                observer.add_importance(squares, real.numel() // real.shape[-1])
 
     def unseen(self) -> list[str]:
         """Return the modules whose activations should have been observed and were not."""

@@ -1,37 +1,49 @@
 """The second moment of a layer's inputs: what GPTQ weighs its errors with.
 
-H = sum over tokens of x^T x is symmetric, so only the blocks on and above its diagonal are
-computed, and the rest is mirrored once, when all tokens have been seen.
+H = sum over tokens of x^T x is symmetric, so only what lies on and above its diagonal is computed,
+in slabs: a slab has some rows of H, from their diagonal block to the right. Slabs have nothing to
+do with each other, so that several threads can add to them, and what they hold stays the same.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-__all__ = ["accumulate", "symmetric"]
+__all__ = ["accumulate", "empty_slab", "slab_starts", "symmetric"]
 
-_BLOCK = 128  # columns; smaller saves multiplications, larger makes each of them cheaper
+_ROWS = 128  # fewer save multiplications, more make each of them cheaper
 
 
-def accumulate(hessian: torch.Tensor, x: torch.Tensor) -> None:
-    """Add x^T x to the upper triangle of `hessian`, in fp32 whatever the type of x.
+def slab_starts(columns: int) -> range:
+    """Return the first row of each slab."""
+    return range(0, columns, _ROWS)
 
-    hessian: (columns, columns), fp32; what lies below its diagonal blocks is left alone
-    x:       (..., columns), any floating type
+
+def empty_slab(columns: int, start: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Return the slab of a matrix of zeros that begins with row `start`."""
+    return torch.zeros(min(_ROWS, columns - start), columns - start, device=device)
+
+
+def accumulate(slab: torch.Tensor, x: torch.Tensor) -> None:
+    """Add to a slab its part of x^T x.
+
+    slab: (rows, columns - its first row), fp32
+    x:    (tokens, columns), fp32
     """
-    columns = x.shape[-1]
-    if hessian.shape != (columns, columns) or hessian.dtype != torch.float32:
-        raise ValueError(
-            f"inputs of {columns} columns need an fp32 Hessian of {columns} by {columns}, got "
-            f"{hessian.dtype} of {tuple(hessian.shape)}"
-        )
-    tokens = x.detach().reshape(-1, columns).to(torch.float32)
-    for start in range(0, columns, _BLOCK):
-        rows = slice(start, start + _BLOCK)
-        hessian[rows, start:].addmm_(tokens[:, rows].t(), tokens[:, start:])
+    start = x.shape[1] - slab.shape[1]
+    slab.addmm_(x[:, start : start + len(slab)].t(), x[:, start:])
 
 
-def symmetric(hessian: torch.Tensor) -> torch.Tensor:
-    """Return the whole matrix, given one whose upper triangle was accumulated."""
-    upper = hessian.triu()
-    return upper + upper.triu(1).t()
+def symmetric(slabs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the whole matrix, given all its slabs."""
+    columns = slabs[0].shape[1]
+    whole = slabs[0].new_empty(columns, columns)
+    for start, slab in zip(slab_starts(columns), slabs, strict=True):
+        rows = slice(start, start + len(slab))
+        square = slab[:, : len(slab)].triu()
+        whole[rows, rows] = square + square.triu(1).t()
+        whole[rows, rows.stop :] = slab[:, len(slab) :]
+        whole[rows.stop :, rows] = slab[:, len(slab) :].t()
+    return whole

@@ -12,13 +12,12 @@ matrices in memory: the lane, the node and the whole.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 
-__all__ = ["LANES", "LaneSum", "Partial", "lane_of", "whole"]
+__all__ = ["LANES", "LaneSum", "Partial", "lane_of"]
 
 LANES = 16
 _FAN = 4
@@ -48,13 +47,15 @@ class LaneSum:
         self._zero = zero
         self._first = first
         self._partials: list[Partial] = []
+        self._spare: list[torch.Tensor] = []  # that were added to others
 
     def lane(self, number: int) -> torch.Tensor:
         """Return the matrix to which batches of a lane are added, in place; lanes come in order."""
         last = self._partials[-1] if self._partials else None
         if last is None or last.stop <= number:
-            self._partials = joined(self._partials, self._first)
-            self._partials.append(Partial(number, number + 1, self._zero()))
+            self.take([])
+            empty = self._spare.pop().zero_() if self._spare else self._zero()
+            self._partials.append(Partial(number, number + 1, empty))
         elif not last.start == number == last.stop - 1 or last.value is None:
             raise ValueError(f"lane {number} comes after lane {last.stop - 1}")
         value = self._partials[-1].value
@@ -63,33 +64,36 @@ class LaneSum:
 
     def partials(self) -> list[Partial]:
         """Return what is left to be joined with others'."""
-        self._partials = joined(self._partials, self._first)
+        self.take([])
+        self._spare.clear()
         return self._partials
 
+    def take(self, partials: Iterable[Partial]) -> None:
+        """Go on with what another has, of the lanes after these; add what may be added, in place.
+
+        Nothing is known of the lanes before the first.
+        """
+        done: list[Partial] = []
+        for partial in _without_gaps([*self._partials, *partials], self._first):
+            done.append(partial)
+            while len(done) > 1 and _next(done[-2], done[-1]):
+                right, left = done.pop(), done.pop()
+                done.append(Partial(left.start, right.stop, self._sum(left.value, right.value)))
+        self._partials = done
+
     def total(self) -> torch.Tensor:
-        """Return the sum, if all that there is was added here."""
-        self._partials = [Partial(0, LANES, whole(self.partials(), self._zero))]
+        """Return the sum, when all lanes were added or taken."""
+        self.take([Partial(LANES, LANES, None)])
+        self._spare.clear()
+        assert len(self._partials) == 1, "partials came out of order"
         value = self._partials[0].value
-        assert value is not None
-        return value
+        return self._zero() if value is None else value
 
-
-def whole(partials: Iterable[Partial], zero: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Return the sum of the partials of all ranks, in order."""
-    left = joined(itertools.chain(partials, [Partial(LANES, LANES, None)]))
-    assert len(left) == 1, "partials came out of order"
-    return zero() if left[0].value is None else left[0].value
-
-
-def joined(partials: Iterable[Partial], first: int = 0) -> list[Partial]:
-    """Add what may be added already, in place; nothing is known of the lanes before `first`."""
-    done: list[Partial] = []
-    for partial in _without_gaps(partials, first):
-        done.append(partial)
-        while len(done) > 1 and _next(done[-2], done[-1]):
-            right, left = done.pop(), done.pop()
-            done.append(Partial(left.start, right.stop, _sum(left.value, right.value)))
-    return done
+    def _sum(self, first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:
+        if first is None or second is None:
+            return second if first is None else first
+        self._spare = [second]
+        return first.add_(second)
 
 
 def _without_gaps(partials: Iterable[Partial], at: int) -> Iterable[Partial]:
@@ -113,9 +117,3 @@ def _next(first: Partial, second: Partial) -> bool:
         and size <= before < parent
         and before % size == 0
     )
-
-
-def _sum(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:
-    if first is None or second is None:
-        return second if first is None else first
-    return first.add_(second)

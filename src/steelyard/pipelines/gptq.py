@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn import Module, Parameter
 
 from steelyard.calibration.hessians import Hessians
-from steelyard.distributed import Ranks
+from steelyard.distributed import Crew, Ranks
 from steelyard.kernels.gptq import GPTQResult, activation_order, solve
 from steelyard.modifiers import GPTQModifier
 from steelyard.modifiers.gptq import REGROUPING
@@ -27,6 +28,8 @@ from steelyard.pipelines.weight_errors import relative_error
 
 __all__ = ["GPTQ", "Gathering", "moment_bytes", "waiting_bytes"]
 
+_SMALL = 2048  # columns; up to here modules are solved beside each other, above one after another
+
 
 class GPTQ:
     """The modifier's options, and where it tells what it had to do otherwise."""
@@ -36,29 +39,34 @@ class GPTQ:
         self.notes = notes
 
     def begin(
-        self, modules: Mapping[str, Module], lane: Callable[[], int], ranks: Ranks
+        self, modules: Mapping[str, Module], lane: Callable[[], int], ranks: Ranks, crew: Crew
     ) -> Gathering:
         """Return what gathers, while it is entered or shown, for the weights among `modules`.
 
         Observers that weigh columns need not gather any more: H has it on its diagonal.
 
-        lane, ranks: see `Hessians`
+        lane, ranks, crew: see `Hessians`
         """
         weighed = {
             name: module
             for name, module in modules.items()
             if isinstance(module, torch.nn.Linear) and _scheme(module).weights is not None
         }
-        return Gathering(self, weighed, lane, ranks)
+        return Gathering(self, weighed, lane, ranks, crew)
 
 
 class Gathering(Hessians):
     """The modules of a stage, or of a layer."""
 
     def __init__(
-        self, gptq: GPTQ, modules: Mapping[str, Module], lane: Callable[[], int], ranks: Ranks
+        self,
+        gptq: GPTQ,
+        modules: Mapping[str, Module],
+        lane: Callable[[], int],
+        ranks: Ranks,
+        crew: Crew,
     ) -> None:
-        super().__init__(modules, gptq.modifier.offload_hessians, lane, ranks)
+        super().__init__(modules, gptq.modifier.offload_hessians, lane, ranks, crew)
         self.gptq = gptq
         self._weighing: dict[str, ImportanceObserver] = {}
         for name, module in self.modules.items():
@@ -67,11 +75,6 @@ class Gathering(Hessians):
                 observer.detach(module)
                 observer.reset()
                 self._weighing[name] = observer
-
-    def show(self, x: torch.Tensor) -> None:
-        """Add the input of a stage."""
-        for name in self.modules:
-            self._see(name, x)
 
     def weigh(self, names: Collection[str]) -> None:
         """Tell the observers what was gathered for them."""
@@ -95,11 +98,19 @@ class Gathering(Hessians):
 
     def finish(self, names: Collection[str]) -> dict[str, ModuleResult]:
         """Solve for modules, whose scales must be known by now."""
-        chosen = {name: module for name, module in self.modules.items() if name in names}
-        return {name: self._solve(name, module) for name, module in chosen.items()}
+        chosen = [name for name in self.modules if name in names]
+        small = [name for name in chosen if self.hessian(name).shape[0] <= _SMALL]
+        one = self.crew.do((i, partial(self._solve, name)) for i, name in enumerate(small))
+        results = dict(zip(small, one, strict=True))
+        for name in chosen:
+            if name not in results:
+                results[name] = self._solve(name)
+        return {name: self._told(name, *results[name]) for name in chosen}
 
     @torch.no_grad()
-    def _solve(self, name: str, module: Any) -> ModuleResult:
+    def _solve(self, name: str) -> tuple[GPTQResult, float, dict[str, Any]]:
+        """Round the weight of a module; return how that went, its error, and figures."""
+        module: Any = self.modules[name]
         modifier, args = self.gptq.modifier, _scheme(module).weights
         hessian = self.hessian(name).to(module.weight.device)
         result = solve(
@@ -118,22 +129,26 @@ class Gathering(Hessians):
         error = relative_error(float(off.sum(dtype=torch.float64)), module.weight.data)
         details = with_figures(_details(result), module_figures(module, after=result.weight))
         module._parameters["weight"] = Parameter(result.weight, requires_grad=False)
-        self._tell(name, result, modifier.dampening_frac or 0.0)
-        return ModuleResult(error, self.tokens(name), details)
+        return result, error, details
 
-    def _tell(self, name: str, result: GPTQResult, dampening: float) -> None:
+    def _told(
+        self, name: str, result: GPTQResult, error: float | None, details: dict[str, Any]
+    ) -> ModuleResult:
+        """Note what had to be done otherwise."""
+        dampening = self.gptq.modifier.dampening_frac or 0.0
         if result.fallback is not None:
             self.gptq.notes.append(f"{name}: rounded to nearest, since {result.fallback}")
         elif result.dampening_frac > dampening:
             self.gptq.notes.append(
                 f"{name}: its second moments needed a dampening of {result.dampening_frac:g}"
             )
+        return ModuleResult(error, self.tokens(name), details)
 
 
 def moment_bytes(plan: Plan) -> int:
     """Return about how much second moments take.
 
-    Those of a stage are there at once, as up to three matrices while they are added up; where a
+    Those of a stage are there at once, as up to three matrices while they are factorised; where a
     layer goes in two passes, one of each of its inputs. Fused layers share theirs.
     """
     shared = {name for group in fused_groups(p.name for p in plan.quantized) for name in group[1:]}

@@ -35,7 +35,7 @@ from steelyard.pipelines.run import Run, model_device
 from steelyard.pipelines.saving import Output, save_as_quantized
 from steelyard.pipelines.schemes import apply_schemes
 from steelyard.pipelines.source import Source
-from steelyard.pipelines.staged import holding_budget
+from steelyard.pipelines.staged import BESIDE, holding_budget
 from steelyard.pipelines.statistics import RunStatistics
 from steelyard.pipelines.streaming import budget_of, jobs_of, restack
 from steelyard.pipelines.tokenizer import tokenizer_of
@@ -135,6 +135,7 @@ def oneshot(
     if loaded.needs_data and statistics is None:
         plan.tokens = num_calibration_samples * max_seq_length  # at most
         plan.passes = 2 if propagate_error else 1
+        plan.waiting = waiting_bytes(plan, BESIDE)
     if any(isinstance(m, GPTQModifier) for m in loaded.modifiers):
         plan.moments = moment_bytes(plan)
         if propagate_error:

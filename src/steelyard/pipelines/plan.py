@@ -93,9 +93,9 @@ class Plan:
     def memory(self) -> int:
         """About how many bytes a run from a folder holds at once, beside the libraries.
 
-        One layer, or all that is outside of the layers; with data once more in fp32, and the
-        hidden states; for GPTQ second moments, and what waits inside of a layer. A stream holds
-        what is on its way, and as much again for what it makes of it.
+        One layer, or all that is outside of the layers; with data once more in fp32, the hidden
+        states, and what waits inside of a layer; for GPTQ second moments. A stream holds what is on
+        its way, and as much again for what it makes of it.
         """
         if self.budget:
             return 2 * self.budget

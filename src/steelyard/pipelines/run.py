@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from torch.nn import Module, Parameter
 
 from steelyard.calibration import Calibration
 from steelyard.calibration.lifecycle import observed_tokens, with_schemes
-from steelyard.distributed import Ranks, share
+from steelyard.distributed import Crew, Ranks, share
 from steelyard.errors import CalibrationError, PipelineError
 from steelyard.kernels.lane_sum import lane_of
 from steelyard.modifiers import GPTQModifier
@@ -43,7 +44,7 @@ from steelyard.pipelines.sequential import (
     save_hidden,
 )
 from steelyard.pipelines.source import Source, computing_in, fast_dtype, rounded_once
-from steelyard.pipelines.staged import Staged, find_stages, holding_budget
+from steelyard.pipelines.staged import BESIDE, Staged, find_stages, holding_budget
 from steelyard.pipelines.statistics import RunStatistics
 from steelyard.pipelines.streaming import Stream
 from steelyard.pipelines.weight_errors import weight_error
@@ -95,6 +96,7 @@ class Run:
         modifiers = [m for m in result.recipe.modifiers if isinstance(m, GPTQModifier)]
         self.gptq = GPTQ(modifiers[0], result.notes) if modifiers else None
         self.ranks = ranks
+        self.crew = Crew.on(self.device)
         self.done = 0  # layers
         self.streamed: dict[int, int] = {}  # shard -> its jobs that are done
         self._lanes: list[int] = []  # of this rank's batches; see `kernels.lane_sum`
@@ -149,7 +151,7 @@ class Run:
         source, model, layers = self.source, self.source.model, sequence.layers
         mine = self._share(samples)
         total = len(mine) * (len(layers) + 1)
-        with progress("calibrating", total, self.show) as advance:
+        with self.crew, progress("calibrating", total, self.show) as advance:
             first = f"{sequence.name}.0"
             with (
                 source.loaded(layers[0], first),
@@ -184,7 +186,7 @@ class Run:
                 tokens = batches[0].input_ids.numel() if batches else 0
                 onward = Onward(forwards, take, tokens)
                 name = f"{sequence.name}.{index}"
-                self._module(layer, name, None, run, onward if self.propagate else None)
+                self._module(layer, name, None, run, onward)
                 self._layer_done(index, numbered)
 
             def run_rest() -> None:
@@ -197,7 +199,7 @@ class Run:
         if self.calibrated:
             return
         mine = [tokens for _, tokens in self._share(samples)]
-        with progress("calibrating", len(mine), self.show) as advance:
+        with self.crew, progress("calibrating", len(mine), self.show) as advance:
 
             def run() -> None:
                 for input_ids in self._in_lanes(mine):
@@ -313,13 +315,13 @@ class Run:
         """Calibrate `module` while data passes through it; hand its tensors to the output.
 
         run:    passes all data through the module, as it is before
-        onward: passes it through the quantized module
+        onward: the batches, where the module is a layer
         """
         self.ranks.at(name or "the model as a whole")
         with self.source.loaded(module, name, without):
             stages = self._stages(module, name, onward) if onward is not None else None
-            if onward is None or stages is None:
-                found = self._in_passes(module, name, without, run, onward)
+            if onward is None or stages is None or self.gptq is None:
+                found = self._in_passes(module, name, without, run, onward, stages)
             else:
                 found = self._in_stages(module, name, stages, onward)
             if self.statistics.only:
@@ -344,22 +346,50 @@ class Run:
         without: Module | None,
         run: Callable[[], None],
         onward: Onward | None,
+        stages: list[list[str]] | None,
     ) -> dict[str, ModuleResult]:
         """Decide on all modules after one pass; another shows the next layer what comes of it."""
-        with Calibration(module, name, without) as calibration:
+        again = onward if self.propagate else None
+        every = [each for stage in stages for each in stage] if stages else None
+        with Calibration(module, name, without, every) as calibration:
             gptq = self._begin(calibration)
             with (
                 computing_in(module, self.dtype),
                 gptq or contextlib.nullcontext(),
-                self._until_seen(module, calibration) if onward else contextlib.nullcontext(),
+                self._until_seen(module, calibration) if again else contextlib.nullcontext(),
             ):
-                run()
+                if stages is None or onward is None:
+                    run()
+                else:
+                    self._beside(calibration, stages, onward)
             found = self._decide(calibration, gptq)
-        if onward is not None:
+        if again is not None:
+            crew = self.crew if stages is not None else Crew()  # of one
             rounded = rounded_once(calibration.modules.values())
             with computing_in(module, self.dtype, scales=True), rounded:
-                onward.take(forward() for forward in onward.forwards)
+                again.take(crew.do(enumerate(again.forwards)))
         return found
+
+    def _beside(self, calibration: Calibration, stages: list[list[str]], onward: Onward) -> None:
+        """Show the modules of a layer what flows into them, with several batches on their way."""
+        parts = [[calibration.modules[each] for each in stage] for stage in stages]
+        calibration.take_over()
+
+        def outputs() -> Iterator[torch.Tensor]:
+            left, count = onward.forwards, self.crew.count
+            while left:
+                some, left = left[:count], left[count:]
+                with Staged(parts, some, sys.maxsize, self.crew) as staged:
+                    for index, stage in enumerate(stages):
+                        staged.run_to(index, functools.partial(calibration.show, stage))
+                    if not self.propagate:
+                        yield from staged.finish()
+                count = max(BESIDE // staged.largest, self.crew.count)
+
+        if self.propagate:
+            collections.deque(outputs(), maxlen=0)
+        else:
+            onward.take(outputs())
 
     def _in_stages(
         self, layer: Module, name: str, stages: list[list[str]], onward: Onward
@@ -371,16 +401,17 @@ class Run:
         with (
             computing_in(layer, self.dtype, without=modules.values()),
             contextlib.ExitStack() as decided,
-            Staged(parts, onward.forwards, holding_budget(self.device)) as staged,
+            Staged(parts, onward.forwards, holding_budget(self.device), self.crew) as staged,
         ):
             for index, stage in enumerate(stages):
-                with Calibration(layer, name, stage=stage) as calibration:
+                with Calibration(layer, name, shown=stage) as calibration:
                     gptq = self._begin(calibration)
                     assert gptq is not None
-                    show = functools.partial(
-                        _to_next, self._in_lanes([gptq.show] * len(onward.forwards))
+                    shown = self._in_lanes([gptq.show] * len(onward.forwards))
+                    show = functools.partial(_to_next, shown)
+                    staged.run_to(
+                        index, functools.partial(calibration.show, stage), show, settle=gptq.settle
                     )
-                    staged.run_to(index, calibration.show, show)
                     found |= self._decide(calibration, gptq)
                 for module in parts[index]:
                     decided.enter_context(computing_in(module, self.dtype, scales=True))
@@ -389,17 +420,19 @@ class Run:
         return found
 
     def _stages(self, layer: Module, name: str, onward: Onward) -> list[list[str]] | None:
-        """Return the modules of a layer in the order of their calls; None where two passes it is.
+        """Return the modules of a layer in the order of their calls; None where hooks must tell.
 
-        That is without GPTQ, where outputs or the states of attention are observed, where the data
-        may say which modules are called, and where the server fuses modules of different inputs.
+        That is where outputs or the states of attention are observed, where the data may say which
+        modules are called, where the server fuses modules of different inputs, with GPTQ on what
+        was there before, and where nothing is to be gained.
         """
         modules = with_schemes(layer, name)
         outputs = any(_scheme(m).output_activations is not None for m in modules.values())
-        if self.gptq is None or outputs or not modules:
+        if outputs or not modules or (self.gptq is not None and not self.propagate):
             return None
         stages = None
-        if self.ranks.is_first:  # who always has a batch
+        gains = self.gptq is not None or self.crew.count > 1
+        if self.ranks.is_first and gains:  # who always has a batch
             with computing_in(layer, self.dtype, without=modules.values()):
                 stages = find_stages(modules, onward.forwards[0], onward.tokens)
         stages = self.ranks.broadcast(stages)
@@ -412,7 +445,7 @@ class Run:
         self.importance.only_where_asked(calibration)
         if self.gptq is None:
             return None
-        return self.gptq.begin(calibration.modules, lambda: self._lane, self.ranks)
+        return self.gptq.begin(calibration.modules, lambda: self._lane, self.ranks, self.crew)
 
     def _decide(self, calibration: Calibration, gptq: Gathering | None) -> dict[str, ModuleResult]:
         """After all data: find the parameters of the modules, and round their weights."""

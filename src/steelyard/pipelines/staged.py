@@ -6,9 +6,10 @@ batches wait, whoever drives them may change the modules of the stage; then they
 So each module sees what the changed modules before it give, and what comes out in the end is the
 output of the layer as it was changed.
 
-A forward that waits is a greenlet: one thread, and a stack for each batch. A batch that waits holds
-what its forward has computed so far. Those that do not fit into `budget` are dropped, and start
-again from the layer's input when it is their turn; that changes how long it takes, and no bit.
+A forward that waits is a greenlet: a stack for each batch, on one thread of a crew. A batch that
+waits holds what its forward has computed so far. Those that do not fit into `budget` are dropped,
+and start again from the layer's input when it is their turn; that changes how long it takes, and no
+bit.
 
 Batches run under `torch.no_grad()` throughout: torch keeps such modes per thread, not per greenlet.
 """
@@ -16,6 +17,7 @@ Batches run under `torch.no_grad()` throughout: torch keeps such modes per threa
 from __future__ import annotations
 
 import contextvars
+import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,15 +26,19 @@ from typing import Any, Generic, TypeVar
 
 import psutil
 import torch
-from greenlet import greenlet
+from greenlet import getcurrent, greenlet
 from torch.nn import Linear, Module
 from torch.utils.hooks import RemovableHandle
 
+from steelyard.distributed import Crew
 from steelyard.errors import PipelineError
 
-__all__ = ["Staged", "find_stages", "holding_budget"]
+__all__ = ["BESIDE", "Staged", "find_stages", "holding_budget"]
 
 T = TypeVar("T")
+
+BESIDE = 256 << 20
+"""Bytes that batches hold which are on their way together, where nothing has to wait for all."""
 
 
 def find_stages(
@@ -83,14 +89,20 @@ def holding_budget(device: torch.device) -> int:
     return int(psutil.virtual_memory().available) // 4
 
 
-class _Pass:
+class _Pass(greenlet):  # type: ignore[misc]
     """The forward of one batch, as far as it has come."""
 
     def __init__(self, forward: Callable[[], Any]) -> None:
-        self.stack = greenlet(forward)
-        self.stack.gr_context = contextvars.copy_context()
+        super().__init__(forward)
+        self.gr_context = contextvars.copy_context()
         self.inputs: dict[int, weakref.ref[torch.Tensor]] = {}  # stage -> what flows into it
         self.called: set[Module] = set()
+        self.output: Any = None  # when it has ended
+
+    def input(self, stage: int) -> torch.Tensor:
+        x = self.inputs[stage]()
+        assert x is not None  # the forward that waits has it
+        return x
 
 
 class Staged(Generic[T]):
@@ -99,6 +111,7 @@ class Staged(Generic[T]):
     stages:   the modules of each, in the order in which they are called
     forwards: one for each batch; called anew where the batch could not be held
     budget:   bytes that waiting batches may hold
+    crew:     the threads that batches run on
     """
 
     def __init__(
@@ -106,13 +119,13 @@ class Staged(Generic[T]):
         stages: Sequence[Sequence[Module]],
         forwards: Sequence[Callable[[], T]],
         budget: int,
+        crew: Crew | None = None,
     ) -> None:
         self.forwards = forwards
         self.budget = budget
+        self.crew = crew or Crew()
         self._stage_of = {module: i for i, stage in enumerate(stages) for module in stage}
         self._stage = 0  # the one to wait at; those before it are done
-        self._see: tuple[Callable[[torch.Tensor], None], ...] = ()
-        self._running: _Pass
         self._held: dict[int, tuple[_Pass, int]] = {}  # batch -> what waits, and its bytes
         self._sizes: dict[tuple[int, torch.Size], int] = {}
         self._handles: list[RemovableHandle] = []
@@ -124,58 +137,94 @@ class Staged(Generic[T]):
     def __exit__(self, *exc: object) -> None:
         for handle in self._handles:
             handle.remove()
-        for waiting, _ in self._held.values():
-            waiting.stack.throw()
+        self._drop({index: waiting for index, (waiting, _) in self._held.items()})
         self._held.clear()
 
-    def run_to(self, stage: int, *see: Callable[[torch.Tensor], None]) -> None:
-        """Run every batch up to a stage; `see` are shown what flows into it, batch after batch."""
-        self._stage, self._see = stage, see
-        for index in range(len(self.forwards)):
-            waiting, _ = self._go_on(index)
-            if waiting.stack.dead:
+    def run_to(
+        self,
+        stage: int,
+        *see: Callable[[torch.Tensor], None],
+        settle: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Run every batch up to a stage; `see` are shown what flows into it, batch after batch.
+
+        settle: called now and then, when what was seen is still there
+        """
+        self._stage = stage
+        start = 0
+        while start < len(self.forwards):
+            indices = range(start, min(start + self._at_once(), len(self.forwards)))
+            passes = dict(zip(indices, self._go_on(indices), strict=True))
+            if any(one.dead for one in passes.values()):
                 raise _irregular()
-            size = self._size(waiting)
-            if fits(size, (held for _, held in self._held.values()), self.budget):
-                self._held[index] = (waiting, size)
-            else:
-                waiting.stack.throw()
+            for one in passes.values():
+                for each in see:
+                    one.gr_context.run(each, one.input(stage))
+            settle()
+            dropped = {}
+            for index, one in passes.items():
+                size = self._size(one)
+                if fits(size, (held for _, held in self._held.values()), self.budget):
+                    self._held[index] = (one, size)
+                else:
+                    dropped[index] = one
+            self._drop(dropped)
+            start = indices.stop
 
     def finish(self) -> Iterator[T]:
         """Run every batch to its end, after the last stage; yield what comes out."""
         self._stage = len(set(self._stage_of.values()))
-        for index in range(len(self.forwards)):
-            ended, output = self._go_on(index)
+        for ended in self._go_on(range(len(self.forwards))):
             if len(ended.called) != len(self._stage_of):
                 raise _irregular()
-            yield output
+            yield ended.output
 
-    def _go_on(self, index: int) -> tuple[_Pass, Any]:
-        waiting, _ = self._held.pop(index, (None, 0))
-        self._running = one = waiting or _Pass(self.forwards[index])
-        return one, one.stack.switch()
+    @property
+    def largest(self) -> int:
+        """The bytes that a batch held, at most; known when it has waited."""
+        return max(self._sizes.values())
+
+    def _at_once(self) -> int:
+        """Return how many batches may come to the stage before some must be dropped."""
+        sizes = [size for (stage, _), size in self._sizes.items() if stage == self._stage]
+        if not sizes:  # nothing is known of the stage yet
+            return self.crew.count
+        left = self.budget - sum(held for _, held in self._held.values())
+        return max(left // max(*sizes, 1), self.crew.count)
+
+    def _go_on(self, indices: Iterable[int]) -> Iterator[_Pass]:
+        """Run batches up to the stage, or their end, each on the thread that it began on."""
+
+        def go_on(index: int) -> _Pass:
+            waiting, _ = self._held.pop(index, (None, 0))
+            one = waiting or _Pass(self.forwards[index])
+            one.output = one.switch()
+            return one
+
+        return self.crew.do((index, functools.partial(go_on, index)) for index in indices)
+
+    def _drop(self, passes: Mapping[int, _Pass]) -> None:
+        for _ in self.crew.do((index, waiting.throw) for index, waiting in passes.items()):
+            pass
 
     def _size(self, waiting: _Pass) -> int:
         """Return the bytes that a batch holds; those of one shape hold the same."""
-        x = waiting.inputs[self._stage]()
-        assert x is not None  # its forward has it
-        kind = (self._stage, x.shape)
+        kind = (self._stage, waiting.input(self._stage).shape)
         if kind not in self._sizes:
-            self._sizes[kind] = held_bytes(waiting.stack.gr_frame)
+            self._sizes[kind] = held_bytes(waiting.gr_frame)
         return self._sizes[kind]
 
     def _called(self, module: Module, args: Any) -> None:
         """Wait where the stage is reached; refuse what was not foreseen."""
-        one = self._running
+        one = getcurrent()
+        assert isinstance(one, _Pass)
         stage, x = self._stage_of[module], args[0]
         if stage > self._stage or module in one.called:
             raise _irregular()
         if stage not in one.inputs:
             one.inputs[stage] = weakref.ref(x)
             if stage == self._stage:
-                for see in self._see:
-                    see(x)
-                one.stack.parent.switch()
+                one.parent.switch()
         if one.inputs[stage]() is not x:
             raise _irregular()
         one.called.add(module)

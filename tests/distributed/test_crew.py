@@ -1,0 +1,80 @@
+"""Threads of a crew: who does what, with how many of torch's threads, and what failures leave."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+import pytest
+import torch
+
+from steelyard.distributed import Crew
+
+VARIABLE: ContextVar[str] = ContextVar("variable", default="unset")
+
+
+@pytest.fixture(autouse=True)
+def six_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(6)
+    yield
+    torch.set_num_threads(before)
+
+
+def seen() -> tuple[int, int, bool, str]:
+    """A thread, its share of torch's, whether it has gradients, and what the caller has set."""
+    grad = torch.is_grad_enabled()
+    return threading.get_ident(), torch.get_num_threads(), grad, VARIABLE.get()
+
+
+@pytest.mark.parametrize(("count", "share"), [(2, 3), (3, 2), (6, 1)])
+def test_each_number_has_a_thread_of_its_own(count: int, share: int) -> None:
+    VARIABLE.set("set")
+    with Crew(count) as crew:
+        first = list(crew.do((i, seen) for i in range(2 * count)))
+        assert torch.get_num_threads() == 6
+        again = list(crew.do((i, seen) for i in range(count)))
+    assert again == first[:count] == first[count:]
+    assert len({ident for ident, *_ in first} | {threading.get_ident()}) == count + 1
+    assert {tuple(rest) for _, *rest in first} == {(share, False, "set")}
+    assert threading.active_count() < 3 + count  # they have ended
+
+
+def test_one_is_who_calls() -> None:
+    with Crew() as crew:
+        assert list(crew.do([(0, seen), (5, seen)])) == [seen(), seen()]
+
+
+def test_as_many_as_torch_has_but_not_more_than_lanes() -> None:
+    assert Crew.on(torch.device("cpu")).count == 6
+    assert Crew.on(torch.device("cuda")).count == 1
+    torch.set_num_threads(20)
+    assert Crew.on(torch.device("cpu")).count == 16
+
+
+def test_they_work_beside_each_other_and_answer_in_order() -> None:
+    met = threading.Barrier(3, timeout=20)
+
+    def meet(number: int) -> int:
+        met.wait()
+        return number
+
+    with Crew(3) as crew:
+        calls = [(i, lambda i=i: meet(i)) for i in range(6)]
+        assert list(crew.do(calls)) == list(range(6))
+
+
+def test_a_failure_is_raised_when_the_others_are_done() -> None:
+    done: list[int] = []
+
+    def fail() -> None:
+        raise ValueError("this one")
+
+    with Crew(2) as crew:
+        calls = [(1, fail), (0, lambda: done.append(0)), (1, lambda: done.append(1))]
+        with pytest.raises(ValueError, match="this one"):
+            list(crew.do(calls))
+        assert 0 in done
+        assert torch.get_num_threads() == 6
+        assert list(crew.do([(0, lambda: "goes on"), (1, lambda: "too")])) == ["goes on", "too"]
