@@ -19,7 +19,11 @@ from llmcompressor.modifiers.gptq.gptq_quantize import quantize_weight
 
 from steelyard.kernels.gptq import activation_order, solve
 
-SIZES = [(576, 576, 64), (1536, 576, 64), (576, 1536, 64), (2048, 2048, 128), (4096, 4096, 128)]
+SIZES = [
+    *((288, 288, 32), (768, 288, 32), (288, 768, 32)),  # stories15M
+    *((192, 576, 64), (576, 576, 64), (1536, 576, 64), (576, 1536, 64)),  # SmolLM2-135M
+    *((2048, 2048, 128), (4096, 4096, 128)),
+]
 
 
 def problem(rows: int, columns: int, group: int):

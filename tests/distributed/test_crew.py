@@ -32,21 +32,22 @@ def seen() -> tuple[int, int, bool, str]:
 def test_each_number_has_a_thread_of_its_own(count: int, share: int) -> None:
     VARIABLE.set("set")
     with Crew(count) as crew:
-        first = list(crew.do((i, seen) for i in range(2 * count)))
+        first = crew.do((i, seen) for i in range(2 * count))
         assert torch.get_num_threads() == 6
-        again = list(crew.do((i, seen) for i in range(count)))
+        again = crew.do((i, seen) for i in range(count))
     assert again == first[:count] == first[count:]
     assert len({ident for ident, *_ in first} | {threading.get_ident()}) == count + 1
     assert {tuple(rest) for _, *rest in first} == {(share, False, "set")}
-    assert threading.active_count() < 3 + count  # they have ended
+    left = {thread.ident for thread in threading.enumerate()}
+    assert not left & {ident for ident, *_ in first}  # they have ended
 
 
 def test_one_is_who_calls() -> None:
     with Crew() as crew:
-        assert list(crew.do([(0, seen), (5, seen)])) == [seen(), seen()]
+        assert crew.do([(0, seen), (5, seen)]) == [seen(), seen()]
 
 
-def test_as_many_as_torch_has_but_not_more_than_lanes() -> None:
+def test_as_many_as_torch_has_but_not_more_than_16() -> None:
     assert Crew.on(torch.device("cpu")).count == 6
     assert Crew.on(torch.device("cuda")).count == 1
     torch.set_num_threads(20)
@@ -62,19 +63,38 @@ def test_they_work_beside_each_other_and_answer_in_order() -> None:
 
     with Crew(3) as crew:
         calls = [(i, lambda i=i: meet(i)) for i in range(6)]
-        assert list(crew.do(calls)) == list(range(6))
+        assert crew.do(calls) == list(range(6))
 
 
-def test_a_failure_is_raised_when_the_others_are_done() -> None:
-    done: list[int] = []
+def test_a_failure_is_raised_when_nothing_runs_any_more() -> None:
+    """What has begun comes to its end, what has not is left."""
+    begun, done = threading.Event(), threading.Event()
+    left: list[int] = []
 
     def fail() -> None:
+        assert begun.wait(20)
         raise ValueError("this one")
 
+    def slow() -> None:
+        begun.set()
+        threading.Event().wait(0.2)
+        done.set()
+
     with Crew(2) as crew:
-        calls = [(1, fail), (0, lambda: done.append(0)), (1, lambda: done.append(1))]
+        calls = [(1, fail), (0, slow), (0, lambda: left.append(0)), (0, lambda: left.append(1))]
         with pytest.raises(ValueError, match="this one"):
-            list(crew.do(calls))
-        assert 0 in done
+            crew.do(calls)
+        assert done.is_set()
+        assert len(left) < 2
         assert torch.get_num_threads() == 6
-        assert list(crew.do([(0, lambda: "goes on"), (1, lambda: "too")])) == ["goes on", "too"]
+        assert crew.do([(0, lambda: "goes on"), (1, lambda: "too")]) == ["goes on", "too"]
+
+
+def test_what_was_begun_can_be_closed() -> None:
+    with Crew(2) as crew:
+        answers = crew.begin((i, lambda i=i: i) for i in range(100))
+        assert next(answers) == 0
+        assert torch.get_num_threads() == 3
+        answers.close()
+        assert torch.get_num_threads() == 6
+        assert crew.do([(1, lambda: "goes on")]) == ["goes on"]

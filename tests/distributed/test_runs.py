@@ -113,6 +113,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gptq, in passes": (GPTQ, {"pipeline": "basic"}),
     "importance": (WEIGHED, {}),
     "importance, error propagated": (WEIGHED, {"propagate_error": True}),
+    "importance, one sample": (WEIGHED, {"dataset": token_batches()[:1]}),
     "gptq, no error propagated": (GPTQ, {"propagate_error": False}),
     "stream": (PLAIN, {"dataset": None}),
     "weights of a loaded model": (PLAIN, {"dataset": None, "loaded": True}),
@@ -173,7 +174,7 @@ def die_at(place: str, kind: str) -> None:
 
 
 def work_as_rank(rank: int, world: int, folder: Path, run: str, *more: str) -> None:
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(more[0]) if run == "all" else 1)
     cut_small()
     store = folder / f"store-{run.replace(' ', '-')}"
     dist.init_process_group(
@@ -243,11 +244,13 @@ def assert_same(folder: Path, alone: Path) -> None:
             assert found[name] == content, f"{case}: {name}"
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_ranks_write_what_one_process_writes(world: int, alone: Path, source: Path) -> None:
-    folder = source / f"world{world}"
+@pytest.mark.parametrize(("world", "threads"), [*((world, 1) for world in WORLDS), (2, 2)])
+def test_ranks_write_what_one_process_writes(
+    world: int, threads: int, alone: Path, source: Path
+) -> None:
+    folder = source / f"world{world}x{threads}"
     folder.mkdir()
-    codes, said = start(__file__, ["all"], world, folder)
+    codes, said = start(__file__, ["all", str(threads)], world, folder)
     assert codes == [0] * world, "\n".join(text[-2000:] for text in said)
     assert_same(folder, alone)
 

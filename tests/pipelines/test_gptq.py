@@ -22,8 +22,8 @@ from steelyard.errors import RecipeError
 from steelyard.kernels.gptq import solve
 from steelyard.modifiers import GPTQModifier, IMatrixGatherer, QuantizationModifier
 from steelyard.modifiers.gptq import _stores_groups
-from steelyard.pipelines import run
-from steelyard.pipelines.run import Run
+from steelyard.pipelines import passes
+from steelyard.pipelines.passes import Passes
 from steelyard.recipes import load_recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -220,7 +220,7 @@ def test_short_passes_change_nothing(
 
     Both take place where a layer has no stages, as if it were one with experts.
     """
-    monkeypatch.setattr(Run, "_stages", lambda *_: None)
+    monkeypatch.setattr(Passes, "_stages", lambda *_: None)
     static = {"input_activations": {"num_bits": 8, "strategy": "tensor"}}
     chosen = groups()
     if scheme == "static":
@@ -240,8 +240,8 @@ def test_short_passes_change_nothing(
     calls.clear()
     with monkeypatch.context() as patch:
         patch.setattr(torch.nn.functional, "linear", counting)
-        patch.setattr(Run, "_until_seen", lambda *_: contextlib.nullcontext())
-        patch.setattr(run, "rounded_once", lambda _: contextlib.nullcontext())
+        patch.setattr(Passes, "_until_seen", lambda *_: contextlib.nullcontext())
+        patch.setattr(passes, "rounded_once", lambda _: contextlib.nullcontext())
         oneshot(source, modifier, correlated(), tmp_path / "long")
     assert short == len(calls) - 3 * 11  # one for each layer and sample, but for the first sample
     assert_close(read(tmp_path / "short"), read(tmp_path / "long"), rtol=0, atol=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,17 @@ from steelyard.errors import PipelineError
 from steelyard.kernels.gptq import activation_order, solve
 from steelyard.modifiers import GPTQModifier, IMatrixGatherer, QuantizationModifier
 from steelyard.observers.padding import real_tokens, without_padding
-from steelyard.pipelines import run
+from steelyard.pipelines import passes
+from steelyard.pipelines.passes import Passes
 from steelyard.pipelines.run import Run
-from steelyard.pipelines.staged import Staged, find_stages, fits, held_bytes, holding_budget
+from steelyard.pipelines.staged import (
+    Staged,
+    at_once,
+    find_stages,
+    fits,
+    held_bytes,
+    holding_budget,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -42,10 +51,10 @@ class Layer(Module):
         super().__init__()
         torch.manual_seed(0)
         self.a, self.b, self.c = Linear(8, 6), Linear(8, 6), Linear(6, 8)
-        self.calls = 0
+        self.starts: list[int] = []  # appended to by several threads
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
+        self.starts.append(len(x))
         normed = x / x.abs().mean()
         return x + self.c(self.a(normed) * self.b(normed))
 
@@ -53,6 +62,14 @@ class Layer(Module):
 def inputs(count: int = 5) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     return [torch.randn(4 + i, 8, generator=generator) for i in range(count)]
+
+
+def lengths(count: int = 5) -> list[int]:
+    return [len(x) for x in inputs(count)]
+
+
+def nothing(_batch: int, _x: torch.Tensor) -> None:
+    pass
 
 
 def forwards(layer: Module, data: list[torch.Tensor]) -> list[Callable[[], torch.Tensor]]:
@@ -68,13 +85,14 @@ def halve(
     settled: list[int] = []
     stages = [[layer.a, layer.b], [layer.c]]
     every = forwards(layer, inputs())
-    with Crew(hands) as crew, Staged(stages, every, budget, crew) as staged:
+    with Crew(hands) as crew, Staged(stages, every, lengths(), budget, crew) as staged:
         for index, stage in enumerate(stages):
-            staged.run_to(
-                index,
-                lambda x, index=index: seen[index].append(x.clone()),
-                settle=lambda index=index: settled.append(len(seen[index])),
-            )
+
+            def see(batch: int, x: torch.Tensor, index: int = index) -> None:
+                assert batch == len(seen[index])
+                seen[index].append(x.clone())
+
+            staged.run_to(index, see, lambda index=index: settled.append(len(seen[index])))
             assert settled[-1] == 5
             for module in stage:
                 module.weight.data.mul_(0.5)
@@ -91,7 +109,8 @@ def halve(
 def test_each_stage_sees_the_changes_before_it(budget: int, starts: int | None, hands: int) -> None:
     layer, changed = Layer(), Layer()
     seen, outputs = halve(layer, budget, hands)
-    assert 5 < layer.calls < 15 if starts is None else layer.calls == starts
+    count = len(layer.starts)
+    assert 5 < count < 15 if starts is None else count == starts
     with torch.no_grad():
         for module in (changed.a, changed.b, changed.c):
             module.weight.mul_(0.5)
@@ -105,17 +124,81 @@ def test_each_stage_sees_the_changes_before_it(budget: int, starts: int | None, 
 @torch.no_grad()
 def test_what_is_held_is_measured() -> None:
     layer, data = Layer(), inputs(1)
-    with Staged([[layer.a, layer.b], [layer.c]], forwards(layer, data), UNLIMITED) as staged:
-        staged.run_to(0, lambda x: None)
+    stages = [[layer.a, layer.b], [layer.c]]
+    with Staged(stages, forwards(layer, data), lengths(1), UNLIMITED) as staged:
+        staged.run_to(0, nothing)
         rows = 4 * 4
         assert [size for _, size in staged._held.values()] == [rows * (8 + 8)]  # x, normed
-        staged.run_to(1, lambda x: None)
+        staged.run_to(1, nothing)
         assert [size for _, size in staged._held.values()] == [rows * (8 + 8 + 6)]
+        assert staged.rate == 4 * (8 + 8 + 6)
         list(staged.finish())
         assert not staged._held
     assert held_bytes(None) == 0
     assert fits(5, [2, 3], 10) and not fits(6, [2, 3], 10)
     assert holding_budget(torch.device("cpu")) > 1 << 20
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("hands", [1, 2])
+def test_long_batches_after_short_ones_keep_to_the_budget(hands: int) -> None:
+    """What a batch will hold is told from its length, before it has come to the stage."""
+    layer = Layer()
+    data = [torch.randn(n, 8) for n in [2] * hands + [64] * 12]
+    per_token, most = 4 * (8 + 8), 0
+    budget = per_token * (64 * 3 + 2 * hands)
+    stages, sizes = [[layer.a, layer.b], [layer.c]], [len(x) for x in data]
+    with Crew(hands) as crew, Staged(stages, forwards(layer, data), sizes, budget, crew) as staged:
+
+        def settle() -> None:
+            nonlocal most
+            most = max(most, sum(sizes[i] for i in staged._held) * per_token)
+
+        staged.run_to(0, nothing, settle)
+        assert most <= budget + 64 * per_token  # one that does not fit is dropped when it was seen
+        assert len(staged._held) == hands + 3
+        staged.run_to(1, nothing)
+        assert [len(out) for out in staged.finish()] == sizes
+    assert at_once([], 1.0, 10) == 1 and at_once([5, 5, 5], 1.0, 10) == 2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("hands", [1, 3])
+@pytest.mark.parametrize("place", ["forward", "see", "taking"])
+def test_what_fails_leaves_nothing_behind(place: str, hands: int) -> None:
+    layer, threads = Layer(), torch.get_num_threads()
+    stages = [[layer.a, layer.b], [layer.c]]
+    unwound: list[int] = []
+
+    def forward(index: int, x: torch.Tensor) -> torch.Tensor:
+        try:
+            out = layer(x)
+            if place == "forward" and index == 3:
+                raise ValueError("here")
+            return out
+        finally:
+            unwound.append(index)
+
+    def see(batch: int, _x: torch.Tensor) -> None:
+        if place == "see" and batch == 3:
+            raise ValueError("here")
+
+    every = [lambda i=i, x=x: forward(i, x) for i, x in enumerate(inputs(8))]
+    with Crew(hands) as crew:
+        with (
+            pytest.raises(ValueError, match="here"),
+            Staged(stages, every, lengths(8), UNLIMITED, crew) as staged,
+        ):
+            for index in range(2):
+                staged.run_to(index, see)
+            with contextlib.closing(staged.finish()) as outputs:
+                for _ in outputs:
+                    if place == "taking":
+                        raise ValueError("here")
+        assert not staged._held
+        assert sorted(unwound) == list(range(8 if place != "see" else len(unwound)))
+        assert torch.get_num_threads() == threads
+    assert not any(m._forward_pre_hooks for m in layer.modules())
 
 
 @torch.no_grad()
@@ -136,9 +219,9 @@ def test_batches_that_go_another_way_are_refused(way: str, hands: int) -> None:
 
     def drive() -> None:
         every = [*forwards(layer, inputs(2)), stray]
-        with Crew(hands) as crew, Staged(stages, every, UNLIMITED, crew) as staged:
+        with Crew(hands) as crew, Staged(stages, every, lengths(3), UNLIMITED, crew) as staged:
             for index in range(2):
-                staged.run_to(index, lambda x: None)
+                staged.run_to(index, nothing)
             list(staged.finish())
 
     with pytest.raises(PipelineError, match="basic"):
@@ -159,9 +242,9 @@ def test_padding_of_a_batch_is_known_while_it_is_seen(hands: int) -> None:
     each = [lambda x=x, mask=mask: padded(x, mask) for x, mask in zip(data, masks, strict=True)]
     rows: list[int] = []
     stages = [[layer.a, layer.b], [layer.c]]
-    with Crew(hands) as crew, Staged(stages, each, UNLIMITED, crew) as staged:
+    with Crew(hands) as crew, Staged(stages, each, lengths(3), UNLIMITED, crew) as staged:
         for index in range(2):
-            staged.run_to(index, lambda x: rows.append(len(real_tokens(x, "input"))))
+            staged.run_to(index, lambda _, x: rows.append(len(real_tokens(x, "input"))))
             assert len(real_tokens(data[0], "input")) == 4  # it is not known outside
         list(staged.finish())
     assert rows == [3, 4, 5, 3, 4, 5]
@@ -320,15 +403,17 @@ def test_every_module_runs_once_for_each_batch_and_memory_changes_no_bit(
     linear = torch.nn.functional.linear
     counts: dict[int, int] = {}
     for budget in (UNLIMITED, 0, 300_000):
+        calls: list[int] = []
 
-        def counting(*args: Any, budget: int = budget) -> torch.Tensor:
-            counts[budget] = counts.get(budget, 0) + 1
+        def counting(*args: Any, calls: list[int] = calls) -> torch.Tensor:
+            calls.append(1)
             return linear(*args)
 
         with monkeypatch.context() as patch:
-            patch.setattr(run, "holding_budget", lambda _device, budget=budget: budget)
+            patch.setattr(passes, "holding_budget", lambda _device, budget=budget: budget)
             patch.setattr(torch.nn.functional, "linear", counting)
             oneshot(source, modifier, tokens(), tmp_path / str(budget))
+        counts[budget] = len(calls)
         for file in (tmp_path / str(UNLIMITED)).iterdir():
             assert lasting(tmp_path / str(budget) / file.name) == lasting(file)
     looked = 7  # one token through the first layer, to see what it returns
@@ -341,13 +426,13 @@ def test_every_module_runs_once_for_each_batch_and_memory_changes_no_bit(
 @pytest.mark.parametrize("family", [f for f in CONFIGS if f != "gpt2"])  # which has no Linear
 def test_families(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
-    in_stages = Run._in_stages
+    in_stages = Passes._in_stages
 
-    def noting(self: Run, layer: Module, name: str, stages: Any, onward: Any) -> Any:
+    def noting(self: Passes, layer: Module, name: str, stages: Any, onward: Any) -> Any:
         taken.append(len(stages))
         return in_stages(self, layer, name, stages, onward)
 
-    monkeypatch.setattr(Run, "_in_stages", noting)
+    monkeypatch.setattr(Passes, "_in_stages", noting)
     small_model(family).save_pretrained(tmp_path / "m")
     modifier = GPTQModifier(config_groups=groups(), ignore=["lm_head"])
     result = oneshot(tmp_path / "m", modifier, tokens(), tmp_path / "q")
@@ -370,14 +455,14 @@ def test_batches_beside_each_other_write_what_hooks_write(
     if scheme != "FP8":
         recipe.insert(0, IMatrixGatherer(ignore=["lm_head"]))
     taken: list[int] = []
-    beside = Run._beside
+    beside = Passes._beside
 
-    def noting(self: Run, *args: Any) -> None:
+    def noting(self: Passes, *args: Any) -> None:
         taken.append(self.crew.count)
         beside(self, *args)
 
-    monkeypatch.setattr(Run, "_beside", noting)
-    monkeypatch.setattr(run, "BESIDE", 100_000)  # so that the eight go in several rounds
+    monkeypatch.setattr(Passes, "_beside", noting)
+    monkeypatch.setattr(passes, "BESIDE", 100_000)  # so that the eight go in several rounds
     threads = torch.get_num_threads()
     try:
         for count in (1, 3):

@@ -1,4 +1,4 @@
-"""Second moments of what flows into modules, H = sum of x^T x, gathered by hooks.
+"""Second moments of what flows into modules, H = sum of x^T x, gathered by hooks or shown.
 
 Layers that are called with the same tensor (q, k and v; gate and up) share one: it is computed once
 and held once. Which layers do is seen in the first pass and must not change after it. Several ranks
@@ -25,7 +25,7 @@ from steelyard.observers.padding import real_tokens
 
 __all__ = ["Hessians"]
 
-Term = tuple[int, torch.Tensor]  # a lane, and what a batch of it adds: (tokens, columns), fp32
+Term = tuple[int, torch.Tensor]  # a lane, and what a batch of it adds: (tokens, columns)
 
 
 class _Moment:
@@ -40,33 +40,32 @@ class _Moment:
         ]
         self.tokens = 0
         self.last: torch.Tensor | None = None  # what was added last
+        self._whole: torch.Tensor | None = None
 
     def add(self, terms: Sequence[Term], crew: Crew) -> None:
         costs = [self.columns - start for start in slab_starts(self.columns)]
         owners = deal(costs, crew.count)
-        for _ in crew.do(
-            (hand, functools.partial(_add, slabs, terms))
-            for hand in range(crew.count)
-            if (slabs := [s for s, owner in zip(self.slabs, owners, strict=True) if owner == hand])
-        ):
-            pass
+        shares: list[list[LaneSum]] = [[] for _ in range(crew.count)]
+        for slab, owner in zip(self.slabs, owners, strict=True):
+            shares[owner].append(slab)
+        crew.do((i, functools.partial(self._add, s, terms)) for i, s in enumerate(shares) if s)
 
-    @functools.cached_property
+    def _add(self, slabs: Sequence[LaneSum], terms: Iterable[Term]) -> None:
+        for lane, x in terms:
+            wide = x.to(self.device, torch.float32)  # one at a time: it may be a copy
+            for slab in slabs:
+                accumulate(slab.lane(lane), wide)
+
     def whole(self) -> torch.Tensor:
-        """(columns, columns), when all was added; the slabs are given up for it."""
-        slabs = [slab.total() for slab in self.slabs]
-        self.slabs.clear()
-        return symmetric(slabs).to(self.device)
-
-
-def _add(slabs: Sequence[LaneSum], terms: Iterable[Term]) -> None:
-    for lane, x in terms:
-        for slab in slabs:
-            accumulate(slab.lane(lane), x)
+        """Return it, (columns, columns), when all was added; the slabs are given up for it."""
+        if self._whole is None:
+            self._whole = symmetric([slab.total() for slab in self.slabs]).to(self.device)
+            self.slabs.clear()
+        return self._whole
 
 
 class Hessians:
-    """Gathers while it is entered.
+    """Gathers while it is entered, or what it is shown.
 
     modules: those to gather for, by name
     offload: keep the moments on the CPU, wherever the modules are
@@ -152,7 +151,7 @@ class Hessians:
     def _term(self, moment: _Moment, x: torch.Tensor) -> Term:
         real = real_tokens(x, "input").detach().reshape(-1, x.shape[-1])
         moment.tokens += len(real)
-        return self.lane(), real.to(moment.device, torch.float32)
+        return self.lane(), real
 
     def _owner(self, moment: _Moment) -> str:
         return next(name for name, each in self._moments.items() if each is moment)
@@ -184,8 +183,8 @@ class Hessians:
             whole.tokens = tokens
             for owner in sorted({owners[name] for name in names}):
                 for found in self.ranks.collect(_copies(partials), owner):
-                    if owner == self.ranks.rank:
-                        for slab, part in zip(whole.slabs, found, strict=bool(found)):
+                    if owner == self.ranks.rank and found:  # else it has seen no batch
+                        for slab, part in zip(whole.slabs, found, strict=True):
                             slab.take(part)
             self._moments.update(dict.fromkeys(names, whole))
 
@@ -200,17 +199,21 @@ class Hessians:
         weight: Any = self.modules[name].weight
         return torch.device("cpu") if self.offload else weight.device
 
+    def columns(self, name: str) -> int:
+        weight: Any = self.modules[name].weight
+        return int(weight.shape[1])
+
     def diagonal(self, name: str) -> torch.Tensor:
         """Return the sum of x^2 of each input channel."""
-        return self._moments[name].whole.diagonal().clone()
+        return self._moments[name].whole().diagonal().clone()
 
     def hessian(self, name: str) -> torch.Tensor:
         """Return H of a module, (columns, columns) fp32; all zero if no token reached it."""
         moment = self._moments.get(name)
         if moment is not None:
-            return moment.whole
+            return moment.whole()
         weight: Any = self.modules[name].weight
-        return torch.zeros(weight.shape[1], weight.shape[1], device=weight.device)
+        return torch.zeros(self.columns(name), self.columns(name), device=weight.device)
 
 
 def _copies(partials: list[list[Partial]]) -> list[list[Partial]]:

@@ -103,9 +103,7 @@ class Calibration:
         """Take the hooks away that gather importance, too."""
         for name, module in self.modules.items():
             observer = observer_of(module, "weight")
-            if isinstance(observer, ImportanceObserver) and observer.gathers(module):
-                observer.detach(module)
-                observer.reset()
+            if isinstance(observer, ImportanceObserver) and observer.stop_gathering(module):
                 self._weighing[name] = observer
 
     def show(self, names: Iterable[str], x: torch.Tensor) -> None:
@@ -113,8 +111,8 @@ class Calibration:
         for name in names:
             if observer_of(self.modules[name], "input") is not None:
                 calibrate_input_hook(self.modules[name], (x,))
-        real = real_tokens(x, "input")
         weighing = [self._weighing[name] for name in names if name in self._weighing]
+        real = real_tokens(x, "input") if weighing else x
         if weighing and real.numel():
             squares = sum_of_squares(real)
             for observer in weighing:

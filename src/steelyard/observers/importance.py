@@ -78,6 +78,14 @@ class ImportanceObserver(Observer):
             self._settle()
             self._share_with(module)
 
+    def stop_gathering(self, module: torch.nn.Module) -> bool:
+        """Forget what was gathered, and gather no more; return whether it did before."""
+        gathered = self.gathers(module)
+        if gathered:
+            self.detach(module)
+            self.reset()
+        return gathered
+
     @torch.no_grad()
     def _gather(self, module: torch.nn.Module, args: Any) -> None:
         x = args[0] if isinstance(args, tuple) and args else args

@@ -71,9 +71,7 @@ class Gathering(Hessians):
         self._weighing: dict[str, ImportanceObserver] = {}
         for name, module in self.modules.items():
             observer = getattr(module, "weight_observer", None)
-            if isinstance(observer, ImportanceObserver) and observer.gathers(module):
-                observer.detach(module)
-                observer.reset()
+            if isinstance(observer, ImportanceObserver) and observer.stop_gathering(module):
                 self._weighing[name] = observer
 
     def weigh(self, names: Collection[str]) -> None:
@@ -99,9 +97,11 @@ class Gathering(Hessians):
     def finish(self, names: Collection[str]) -> dict[str, ModuleResult]:
         """Solve for modules, whose scales must be known by now."""
         chosen = [name for name in self.modules if name in names]
-        small = [name for name in chosen if self.hessian(name).shape[0] <= _SMALL]
-        one = self.crew.do((i, partial(self._solve, name)) for i, name in enumerate(small))
-        results = dict(zip(small, one, strict=True))
+        small = [name for name in chosen if self.columns(name) <= _SMALL]
+        for name in small:
+            self.hessian(name)  # made here: threads that share it would make it twice
+        solved = self.crew.do((i, partial(self._solve, name)) for i, name in enumerate(small))
+        results = dict(zip(small, solved, strict=True))
         for name in chosen:
             if name not in results:
                 results[name] = self._solve(name)
@@ -164,13 +164,16 @@ def moment_bytes(plan: Plan) -> int:
     return max(3 * largest, *sizes.values(), 0)
 
 
-def waiting_bytes(plan: Plan, budget: int) -> int:
+def waiting_bytes(plan: Plan, budget: int, least: int) -> int:
     """Return about how much batches hold that wait before the widest module of a layer.
 
     Beside its input in fp32: the hidden state, the one that flowed in, and the normalized one.
+
+    least: tokens that are on their way whatever the budget, a batch for each thread
     """
     widest = max((planned.shape[1] for planned in plan.quantized), default=0)
-    return min(4 * plan.tokens * (3 * plan.hidden + widest), budget)
+    rate = 4 * (3 * plan.hidden + widest)
+    return min(plan.tokens * rate, max(budget, least * rate))
 
 
 def _scheme(module: Any) -> Any:

@@ -21,7 +21,7 @@ from compressed_tensors.quantization import QuantizationConfig, disable_quantiza
 from torch.nn import Module
 
 from steelyard.checkpoint.layout import expected_tensors
-from steelyard.distributed import Ranks, together
+from steelyard.distributed import Crew, Ranks, together
 from steelyard.errors import DataError, PlanError, nearest
 from steelyard.modifiers import GPTQModifier
 from steelyard.pipelines.data import load_samples
@@ -132,15 +132,17 @@ def oneshot(
     text_config = source.model.config.get_text_config()
     plan.layers = getattr(text_config, "num_hidden_layers", 1)
     plan.hidden = getattr(text_config, "hidden_size", 0)
+    device = model_device(source.model)
+    at_once = Crew.on(device).count * batch_size * max_seq_length  # tokens
     if loaded.needs_data and statistics is None:
         plan.tokens = num_calibration_samples * max_seq_length  # at most
         plan.passes = 2 if propagate_error else 1
-        plan.waiting = waiting_bytes(plan, BESIDE)
+        plan.waiting = waiting_bytes(plan, BESIDE, at_once)
     if any(isinstance(m, GPTQModifier) for m in loaded.modifiers):
         plan.moments = moment_bytes(plan)
         if propagate_error:
             plan.passes = 1.5
-            plan.waiting = waiting_bytes(plan, holding_budget(model_device(source.model)))
+            plan.waiting = waiting_bytes(plan, holding_budget(device), at_once)
     shown = show_progress or (show_progress is None and sys.stderr.isatty())
     if shown and (dry_run or not plan.errors):  # which are raised below
         print(plan, file=sys.stderr)
@@ -152,7 +154,7 @@ def oneshot(
     plan.require()
     kept.only = observe_only
     run = Run(source, result, uncalibrated, propagate_error, show_progress, ranks, kept)
-    run.importance.load(source, plan, result.notes)
+    run.decisions.importance.load(source, plan, result.notes)
     needs_data = loaded.needs_data
     if pipeline == "datafree" and needs_data and statistics is None:
         raise DataError('the recipe needs calibration data, so pipeline="datafree" cannot run it')
@@ -195,7 +197,7 @@ def oneshot(
     identity = None
     if source.shards is not None and output_dir is not None:
         options = {"pipeline": pipeline, "propagate_error": propagate_error}
-        options |= run.importance.digests() | kept.digests()
+        options |= run.decisions.importance.digests() | kept.digests()
         identity = identity_of(source.shards, loaded.text, options, tokens)
     given = restored_on_error(model) if result.model is not None else contextlib.nullcontext()
     destination = Output.open(
@@ -216,7 +218,7 @@ def oneshot(
             apply_schemes(source.model, config)
             # until its calibration, a module runs as it is
             source.model.apply(disable_quantization)
-            kept.check(source.model, run.importance, result.notes)
+            kept.check(source.model, run.decisions.importance, result.notes)
             if samples is None:
                 run.weights_only()
             elif pipeline == "basic":
@@ -226,7 +228,7 @@ def oneshot(
         run.end()
         if ranks.is_first:
             kept.save(result.notes)
-        final = run.final_config(config)
+        final = run.decisions.final_config(config)
         folder = None
         if ranks.is_first:
             folder = run.output.finish(
@@ -234,7 +236,7 @@ def oneshot(
             )
         result.output_dir = ranks.broadcast(folder)
     if ranks.is_first:
-        run.importance.save()
+        run.decisions.importance.save()
     if result.model is not None:
         save_as_quantized(
             source, final, loaded.text, result.modules, plan, tokenizer or processor, leave_in

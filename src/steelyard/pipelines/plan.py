@@ -74,7 +74,7 @@ class Plan:
     budget: int = 0  # bytes of the source that a stream holds at once
     passes: float = 1  # of the tokens through each layer; second moments cost as much as half a one
     moments: int = 0  # bytes of the second moments that GPTQ holds for a layer
-    waiting: int = 0  # bytes of the batches that wait inside of a layer for GPTQ
+    waiting: int = 0  # bytes of the batches that wait inside of a layer
 
     @property
     def output_bytes(self) -> int:

@@ -203,7 +203,10 @@ def computing_in(
 
 @contextlib.contextmanager
 def rounded_once(modules: Iterable[Module]) -> Iterator[None]:
-    """Let `modules` hold their quantized weights for a while, instead of rounding in each call."""
+    """Let `modules` hold their quantized weights for a while, instead of rounding in each call.
+
+    Then a call changes nothing, and several threads can make one at a time.
+    """
     kept: list[tuple[Any, torch.Tensor, Any]] = []
     try:
         for module in modules:

@@ -16,11 +16,13 @@ Batches run under `torch.no_grad()` throughout: torch keeps such modes per threa
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
 import inspect
+import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, Generic, TypeVar
 
@@ -33,12 +35,13 @@ from torch.utils.hooks import RemovableHandle
 from steelyard.distributed import Crew
 from steelyard.errors import PipelineError
 
-__all__ = ["BESIDE", "Staged", "find_stages", "holding_budget"]
+__all__ = ["BESIDE", "Staged", "at_once", "find_stages", "holding_budget"]
 
 T = TypeVar("T")
 
 BESIDE = 256 << 20
-"""Bytes that batches hold which are on their way together, where nothing has to wait for all."""
+"""Bytes that batches hold which are on their way together, where nothing has to wait for all; more
+where a batch for each thread needs more."""
 
 
 def find_stages(
@@ -110,6 +113,7 @@ class Staged(Generic[T]):
 
     stages:   the modules of each, in the order in which they are called
     forwards: one for each batch; called anew where the batch could not be held
+    tokens:   of each batch
     budget:   bytes that waiting batches may hold
     crew:     the threads that batches run on
     """
@@ -118,16 +122,19 @@ class Staged(Generic[T]):
         self,
         stages: Sequence[Sequence[Module]],
         forwards: Sequence[Callable[[], T]],
+        tokens: Sequence[int],
         budget: int,
         crew: Crew | None = None,
     ) -> None:
         self.forwards = forwards
+        self.tokens = tokens
         self.budget = budget
         self.crew = crew or Crew()
         self._stage_of = {module: i for i, stage in enumerate(stages) for module in stage}
         self._stage = 0  # the one to wait at; those before it are done
         self._held: dict[int, tuple[_Pass, int]] = {}  # batch -> what waits, and its bytes
         self._sizes: dict[tuple[int, torch.Size], int] = {}
+        self._rates: dict[int, float] = {}  # stage -> the most bytes that a batch held per token
         self._handles: list[RemovableHandle] = []
 
     def __enter__(self) -> Staged[T]:
@@ -137,75 +144,83 @@ class Staged(Generic[T]):
     def __exit__(self, *exc: object) -> None:
         for handle in self._handles:
             handle.remove()
-        self._drop({index: waiting for index, (waiting, _) in self._held.items()})
-        self._held.clear()
+        self._drop(list(self._held))
 
     def run_to(
         self,
         stage: int,
-        *see: Callable[[torch.Tensor], None],
+        see: Callable[[int, torch.Tensor], None],
         settle: Callable[[], None] = lambda: None,
     ) -> None:
-        """Run every batch up to a stage; `see` are shown what flows into it, batch after batch.
+        """Run every batch up to a stage; `see` is shown what flows into it, batch after batch.
 
+        see:    takes the number of the batch, and the tensor
         settle: called now and then, when what was seen is still there
         """
         self._stage = stage
         start = 0
         while start < len(self.forwards):
-            indices = range(start, min(start + self._at_once(), len(self.forwards)))
-            passes = dict(zip(indices, self._go_on(indices), strict=True))
+            indices = range(start, self._stop(start))
+            passes = dict(zip(indices, self.crew.do(self._calls(indices)), strict=True))
             if any(one.dead for one in passes.values()):
                 raise _irregular()
-            for one in passes.values():
-                for each in see:
-                    one.gr_context.run(each, one.input(stage))
-            settle()
-            dropped = {}
             for index, one in passes.items():
+                one.gr_context.run(see, index, one.input(stage))
+            settle()
+            dropped = []
+            for index, one in passes.items():
+                del self._held[index]
                 size = self._size(one)
-                if fits(size, (held for _, held in self._held.values()), self.budget):
-                    self._held[index] = (one, size)
-                else:
-                    dropped[index] = one
+                rate = size / self.tokens[index]
+                self._rates[stage] = max(rate, self._rates.get(stage, 0.0))
+                kept = fits(size, (held for _, held in self._held.values()), self.budget)
+                self._held[index] = (one, size if kept else 0)
+                if not kept:
+                    dropped.append(index)
             self._drop(dropped)
             start = indices.stop
 
-    def finish(self) -> Iterator[T]:
-        """Run every batch to its end, after the last stage; yield what comes out."""
+    def finish(self) -> Generator[T, None, None]:
+        """Run every batch to its end, after the last stage; yield what comes out.
+
+        Must be ended or closed before this is left.
+        """
         self._stage = len(set(self._stage_of.values()))
-        for ended in self._go_on(range(len(self.forwards))):
-            if len(ended.called) != len(self._stage_of):
-                raise _irregular()
-            yield ended.output
+        with contextlib.closing(self.crew.begin(self._calls(range(len(self.forwards))))) as passes:
+            for ended in passes:
+                if len(ended.called) != len(self._stage_of):
+                    raise _irregular()
+                yield ended.output
 
     @property
-    def largest(self) -> int:
-        """The bytes that a batch held, at most; known when it has waited."""
-        return max(self._sizes.values())
+    def rate(self) -> float:
+        """The most bytes that a batch held for each of its tokens."""
+        return max(self._rates.values())
 
-    def _at_once(self) -> int:
-        """Return how many batches may come to the stage before some must be dropped."""
-        sizes = [size for (stage, _), size in self._sizes.items() if stage == self._stage]
-        if not sizes:  # nothing is known of the stage yet
-            return self.crew.count
+    def _stop(self, start: int) -> int:
+        """Return the end of the batches that may come to the stage before some must be dropped."""
+        if self._stage not in self._rates:  # nothing is known of it yet
+            return min(start + self.crew.count, len(self.forwards))
         left = self.budget - sum(held for _, held in self._held.values())
-        return max(left // max(*sizes, 1), self.crew.count)
+        return start + at_once(self.tokens[start:], self._rates[self._stage], left)
 
-    def _go_on(self, indices: Iterable[int]) -> Iterator[_Pass]:
+    def _calls(self, indices: Iterable[int]) -> Iterator[tuple[int, Callable[[], _Pass]]]:
         """Run batches up to the stage, or their end, each on the thread that it began on."""
 
         def go_on(index: int) -> _Pass:
-            waiting, _ = self._held.pop(index, (None, 0))
-            one = waiting or _Pass(self.forwards[index])
-            one.output = one.switch()
+            one, size = self._held.get(index) or (_Pass(self.forwards[index]), 0)
+            self._held[index] = (one, size)
+            try:
+                one.output = one.switch()
+            finally:
+                if one.dead:
+                    del self._held[index]
             return one
 
-        return self.crew.do((index, functools.partial(go_on, index)) for index in indices)
+        return ((index, functools.partial(go_on, index)) for index in indices)
 
-    def _drop(self, passes: Mapping[int, _Pass]) -> None:
-        for _ in self.crew.do((index, waiting.throw) for index, waiting in passes.items()):
-            pass
+    def _drop(self, indices: Iterable[int]) -> None:
+        self.crew.do([(index, self._held.pop(index)[0].throw) for index in indices])
 
     def _size(self, waiting: _Pass) -> int:
         """Return the bytes that a batch holds; those of one shape hold the same."""
@@ -228,6 +243,18 @@ class Staged(Generic[T]):
         if one.inputs[stage]() is not x:
             raise _irregular()
         one.called.add(module)
+
+
+def at_once(tokens: Sequence[int], rate: float, budget: float) -> int:
+    """Return how many batches, of so many tokens each, fit into a budget; at least one.
+
+    rate: bytes for each token
+
+    >>> at_once([10, 10, 40, 10], rate=8, budget=200)
+    2
+    """
+    held = itertools.accumulate(count * rate for count in tokens)
+    return max(sum(1 for _ in itertools.takewhile(lambda size: size <= budget, held)), 1)
 
 
 def fits(size: int, held: Iterable[int], budget: int) -> bool:
@@ -256,6 +283,6 @@ def held_bytes(frame: FrameType | None) -> int:
 
 def _irregular() -> PipelineError:
     return PipelineError(
-        "a layer calls its modules in another way for one batch than for the first, so they cannot "
-        'be quantized one after another; pipeline="basic" runs the model as a whole'
+        "a layer calls its modules in another way for one batch than for the first, so batches "
+        'cannot wait for each other before them; pipeline="basic" runs the model as a whole'
     )
