@@ -1,0 +1,68 @@
+"""Outputs that need no data are the same bytes on every machine, and stay so.
+
+No matrix product is part of them, so neither the instruction set nor the number of threads matters
+to the compiled kernels. A digest changes only together with a line in CHANGELOG.md that says why.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from steelyard import oneshot
+from steelyard.demo import model_folder
+
+DIGESTS = {
+    (
+        "W4A16",
+        "memoryless_minmax",
+    ): "34bd0cbcfa2feb89557ae220907d4c9c3cdf37968927ef87d2cad42f98e36a3d",
+    ("W4A16", "memoryless_mse"): "b2e3280b6d5fa0d257898f170007c773b7e90d72f5b1c01644c402301ba59ca6",
+    ("W4A16", "optimal"): "0300e6357abc4f9c7dc7cfd326931b4a04faab0b9654be19b81709fd7c9f11c5",
+    (
+        "NVFP4A16",
+        "memoryless_minmax",
+    ): "e4b40063db32218f397d6c125559540bda8e0be1d302a78d86b6c5f1c80b6485",
+    (
+        "FP8_BLOCK",
+        "memoryless_minmax",
+    ): "145b9382e581154efc5cf5a493f3e18071382b6e8d3dde20982c3eda7b7e68d9",
+    (
+        "MXFP4",
+        "memoryless_minmax",
+    ): "77b7acf5a846fd1c67e75d7d5cbddaaeb782039352968c048745149926a76452",
+}
+
+
+def digest_of_tensors(folder: Path) -> str:
+    """Return the SHA-256 of names, types, shapes and bytes, whatever their order in the files."""
+    lines: dict[str, str] = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118  # it is no mapping
+                tensor = file.get_tensor(name)
+                raw = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+                content = hashlib.sha256(raw).hexdigest()
+                lines[name] = f"{name} {tensor.dtype} {tuple(tensor.shape)} {content}\n"
+    return hashlib.sha256("".join(lines[name] for name in sorted(lines)).encode()).hexdigest()
+
+
+@pytest.mark.parametrize(("scheme", "observer"), DIGESTS)
+def test_bytes_without_data_stay_as_they_are(scheme: str, observer: str, tmp_path: Path) -> None:
+    modifier: dict[str, Any] = {
+        "scheme": scheme,
+        "ignore": ["lm_head"],
+        "weight_observer": observer,
+    }
+    oneshot(
+        str(model_folder()),
+        {"QuantizationModifier": modifier},
+        output_dir=tmp_path / "out",
+        show_progress=False,
+    )
+    assert digest_of_tensors(tmp_path / "out") == DIGESTS[scheme, observer]
