@@ -338,9 +338,12 @@ class CheckpointWriter:
         """Copy what is not weights; what was written already, and config.json, stay as they are."""
         return self._carry(shards.folder, shards.other_files())
 
-    def carry_files(self, folder: Path) -> list[Path]:
-        """Copy what is not weights from a folder that need not hold any."""
-        return self._carry(folder, other_files(folder))
+    def carry_files(self, folder: Path, files: list[Path] | None = None) -> list[Path]:
+        """Copy what is not weights from a folder that need not hold any.
+
+        files: relative to the folder; None for all that are not weights
+        """
+        return self._carry(folder, other_files(folder) if files is None else files)
 
     def _carry(self, folder: Path, files: list[Path]) -> list[Path]:
         self._require_open()

@@ -32,7 +32,8 @@ from steelyard.pipelines.plan import Left, Plan, make_plan
 from steelyard.pipelines.restoring import restored_on_error
 from steelyard.pipelines.result import Result
 from steelyard.pipelines.run import Run, model_device
-from steelyard.pipelines.saving import Output, save_as_quantized
+from steelyard.pipelines.save_pretrained import save_as_quantized
+from steelyard.pipelines.saving import Output
 from steelyard.pipelines.schemes import apply_schemes
 from steelyard.pipelines.source import Source
 from steelyard.pipelines.staged import BESIDE, holding_budget
@@ -239,7 +240,14 @@ def oneshot(
         run.decisions.importance.save()
     if result.model is not None:
         save_as_quantized(
-            source, final, loaded.text, result.modules, plan, tokenizer or processor, leave_in
+            source,
+            final,
+            loaded.text,
+            result.modules,
+            plan,
+            tokenizer or processor,
+            leave_in,
+            first=ranks.is_first,
         )
     result.seconds = time.perf_counter() - started
     return result

@@ -19,7 +19,8 @@ from torch.nn import Embedding, Linear, Module
 from steelyard.checkpoint.layout import expected_tensors, format_of
 from steelyard.errors import PlanError
 from steelyard.modifiers import Modifier
-from steelyard.pipelines.plan_checks import attention_group, errors_of, warnings_of
+from steelyard.pipelines.attention import attention_group, cached_attention
+from steelyard.pipelines.plan_checks import errors_of, warnings_of
 from steelyard.pipelines.words import duration, size
 
 __all__ = ["Left", "Plan", "Planned", "make_plan", "search_time"]
@@ -193,18 +194,11 @@ def _left(
 
 
 def _attention_modules(model: Any, config: QuantizationConfig) -> list[str]:
-    from compressed_tensors.quantization.lifecycle import initialize
-
-    name_now, name_before = "is_cached_attention_module", "is_attention_module"
-    known = getattr(initialize, name_now, None) or getattr(initialize, name_before)
     return [
         name
-        for name, module in model.named_modules()
-        if known(module)
-        and (
-            config.kv_cache_scheme is not None
-            or attention_group(model, config, name, module) is not None
-        )
+        for name, module in cached_attention(model).items()
+        if config.kv_cache_scheme is not None
+        or attention_group(model, config, name, module) is not None
     ]
 
 

@@ -9,8 +9,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
-from compressed_tensors.utils.match import is_match, is_narrow_match, match_targets
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from compressed_tensors.utils.match import is_match
 from torch.nn import Embedding, Module
 
 from steelyard.checkpoint.layout import format_of
@@ -22,12 +22,13 @@ from steelyard.observers.checks import check_type
 from steelyard.observers.fusion import fused_groups
 from steelyard.observers.helpers import check_strategy
 from steelyard.observers.importance import ImportanceObserver
+from steelyard.pipelines.attention import attention_group, cached_attention
 from steelyard.pipelines.sequential import decoder_layers
 
 if TYPE_CHECKING:
     from steelyard.pipelines.plan import Plan, Planned
 
-__all__ = ["attention_group", "errors_of", "warnings_of"]
+__all__ = ["errors_of", "warnings_of"]
 
 # Layers that tensor parallelism cuts along their input.
 _ROW_PARALLEL = ("o_proj", "down_proj", "out_proj", "dense", "w2", "fc2", "wo")
@@ -224,31 +225,23 @@ def _unsupported_attention(plan: Plan, model: Any, modules: dict[str, Module]) -
             f"{'out kv_cache_scheme' if cache is not None else 'attention out of the targets'}"
         )
     by_group: dict[str, list[str]] = {}
-    for name in plan.attention:
-        group = attention_group(model, plan.config, name, modules[name])
+    others: list[str] = []
+    for name, module in cached_attention(model).items():
+        group = attention_group(model, plan.config, name, module)
         if group is not None:
             by_group.setdefault(group, []).append(name)
+        else:
+            others.append(name)
+    if by_group and others:
+        matched = [name for names in by_group.values() for name in names]
+        yield (
+            f"{next(iter(by_group))} targets {len(matched)} of {len(matched) + len(others)} "
+            f"attention modules, such as {matched[0]}, but not {others[0]}; compressed-tensors "
+            "runs quantized states in all layers or in none: target them all"
+        )
     for group, names in by_group.items():
         if problem := _no_scheme_for_attention(plan.config.config_groups[group]):
             yield f"{group} targets {len(names)} attention modules such as {names[0]}, {problem}"
-
-
-def attention_group(
-    model: Any, config: QuantizationConfig, name: str, module: Module
-) -> str | None:
-    """Return the config group that quantizes the states of an attention module.
-
-    Only a target that matches the module alone does, not one for all that is in it or around it.
-    """
-    groups = {t: group for group, s in config.config_groups.items() for t in s.targets}
-    if not groups or is_match(name, module, config.ignore):
-        return None
-    hits = match_targets(name, module, list(groups))
-    if not hits:
-        return None
-    group = groups[hits[0]]
-    narrow = is_narrow_match(model, config.config_groups[group].targets, name)
-    return group if narrow else None
 
 
 def _unknown_heads(model: Any) -> str | None:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus
+from compressed_tensors.quantization import (
+    QuantizationConfig,
+    QuantizationScheme,
+    QuantizationStatus,
+)
 from compressed_tensors.utils.match import match_name
 from torch.nn import Module
 
@@ -22,30 +25,38 @@ from steelyard.checkpoint import (
     CheckpointWriter,
     format_of,
     quantization_config_dict,
-    stored_tensors,
     validate_checkpoint,
 )
+from steelyard.checkpoint.tokenizer_files import tokenizer_files
 from steelyard.distributed import Ranks
 from steelyard.errors import CheckpointInvalid, PipelineError
 from steelyard.observers.fusion import fused_groups
+from steelyard.pipelines.attention import implied_cache_scheme
+from steelyard.pipelines.packed import DENSE, Packed, pack_module
 from steelyard.pipelines.plan import Plan
 from steelyard.pipelines.skeleton import own_buffers, parts_of
 from steelyard.pipelines.source import Source
-from steelyard.pipelines.weight_errors import relative_error
 
-__all__ = ["Output", "save_as_quantized"]
-
-Packed = tuple[dict[str, torch.Tensor], float | None]
-"""What the file holds for a module, by leaf, and the relative error of its weight."""
+__all__ = ["Output"]
 
 
 class Output:
-    """Where the tensors of a run go; without a folder, nowhere."""
+    """Where the tensors of a run go; without a folder, nowhere.
 
-    def __init__(self, source: Source, writer: CheckpointWriter | None, tokenizer: Any) -> None:
+    format: a format for all quantized weights; None stores each scheme in its own
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        writer: CheckpointWriter | None,
+        tokenizer: Any,
+        format: str | None = None,
+    ) -> None:
         self.source = source
         self.writer = writer
         self.tokenizer = tokenizer
+        self.format = format
         self.done: set[str] = set()  # names in the source that are dealt with
         self.plain: list[str] = []  # weights that are written as they were
         self.errors: dict[str, float] = {}  # of the weights that are written, relative
@@ -61,6 +72,8 @@ class Output:
         identity: dict[str, Any] | None = None,
         resume: bool = True,
         ranks: Ranks | None = None,
+        max_shard_bytes: int = 5 * 10**9,
+        format: str | None = None,
     ) -> Iterator[Output]:
         if folder is None:
             yield cls(source, None, tokenizer)
@@ -68,12 +81,13 @@ class Output:
         with CheckpointWriter(
             folder,
             overwrite=overwrite,
+            max_shard_bytes=max_shard_bytes,
             source=source.origin,
             identity=identity,
             resume=resume,
             ranks=ranks,
         ) as writer:
-            yield cls(source, writer, tokenizer)
+            yield cls(source, writer, tokenizer, format)
 
     @property
     def progress(self) -> list[dict[str, Any]]:
@@ -103,7 +117,9 @@ class Output:
         packed: dict[str, Packed] = {}
         if ranks.count > 1:  # else one after the other is packed and written
             mine = {p: m for p, m in modules.items() if owners.get(p, 0) == ranks.rank}
-            packed = {p: own for p, m in mine.items() if (own := _pack(m)) is not None}
+            packed = {
+                p: own for p, m in mine.items() if (own := pack_module(m, self.format)) is not None
+            }
             for theirs in ranks.collect(packed):
                 packed.update(theirs)
         for path, module in modules.items():
@@ -132,11 +148,13 @@ class Output:
         bias = {"bias": parameters.pop("bias")} if "bias" in parameters else {}
         assert self.writer is not None
         if weight is None:  # attention: scales of its states
+            if self.format == DENSE:
+                return bias
             for leaf, value in parameters.items():
                 if not (leaf.endswith("zero_point") and scheme.input_activations.symmetric):
                     self.writer.add(self.source.key(f"{path}.{leaf}"), value)
             return bias
-        stored, error = packed or _pack(module) or ({}, None)
+        stored, error = packed or pack_module(module, self.format) or ({}, None)
         if error is not None:
             self.errors[path] = error
         key = self.source.key(f"{path}.weight")
@@ -211,20 +229,24 @@ class Output:
         else:
             self._carry_from_model()
         content = self.source.config()
+        self.writer.write_text("recipe.yaml", recipe)
+        if self.format == DENSE:  # there is no scheme to hold it against, and no report of one
+            content.pop("quantization_config", None)
+            return self.writer.finish(content)
         groups = {
-            name: scheme.model_copy(update={"format": format_of(scheme)})
+            name: scheme.model_copy(update={"format": self._format_of(scheme)})
             for name, scheme in config.config_groups.items()
         }
         config = config.model_copy(
             update={
                 "config_groups": groups,
+                "kv_cache_scheme": implied_cache_scheme(self.source.model, config),
                 "ignore": self._ignored(config),
                 "quantization_status": QuantizationStatus.COMPRESSED,
-                "format": _format(config),
+                "format": _overall_format(groups.values()),
             }
         )
         content["quantization_config"] = quantization_config_dict(config)
-        self.writer.write_text("recipe.yaml", recipe)
         reported = {
             self.source.module_key(name): m.error
             for name, m in modules.items()
@@ -250,6 +272,10 @@ class Output:
                 leave(folder)
 
         return self.writer.finish(content, check)
+
+    def _format_of(self, scheme: QuantizationScheme) -> str:
+        chosen = self.format if scheme.weights is not None else None
+        return chosen or format_of(scheme)
 
     def _ignored(self, config: QuantizationConfig) -> list[str]:
         """Name every matrix that is not quantized: a server sees classes, not what we left out.
@@ -282,6 +308,11 @@ class Output:
                 self.writer.carry_files(Path(temporary))
         self._carry_tokenizer()
 
+    def carry_tokenizer_from(self, folder: Path) -> None:
+        """Keep the tokenizer that a script saved in the folder which is replaced."""
+        if self.writer is not None and folder.is_dir():
+            self.writer.carry_files(folder, tokenizer_files(folder))
+
     def _carry_tokenizer(self) -> None:
         """Write the tokenizer that was given, where the model came without."""
         assert self.writer is not None
@@ -295,54 +326,10 @@ class Output:
             self.writer.carry_files(Path(temporary))
 
 
-def _pack(module: Any) -> Packed | None:
-    """Return what the file holds for a quantized module, and how far that is from its weight."""
-    scheme = getattr(module, "quantization_scheme", None)
-    parameters = {n: p.data for n, p in module._parameters.items() if p is not None}
-    weight = parameters.pop("weight", None)
-    if scheme is None or weight is None:
-        return None
-    parameters.pop("bias", None)
-    errors = torch.zeros(len(weight), dtype=torch.float64)
-    stored = stored_tensors(weight, parameters, scheme, errors=errors)
-    error = None if scheme.weights is None else relative_error(float(errors.sum()), weight)
-    return stored, error
-
-
-def save_as_quantized(
-    source: Source,
-    config: QuantizationConfig,
-    recipe: str,
-    modules: Mapping[str, Any],
-    plan: Plan,
-    tokenizer: Any,
-    leave: Callable[[Path], None] | None = None,
-) -> None:
-    """Make the module's own `save_pretrained` write what quantization made of it."""
-    plain = type(source.model).save_pretrained
-
-    def save_pretrained(
-        save_directory: str | Path, save_compressed: bool = True, **options: Any
-    ) -> None:
-        if not save_compressed:
-            plain(source.model, save_directory, **options)
-            return
-        if options:
-            warnings.warn(
-                f"{', '.join(options)} have no effect on a quantized model's save_pretrained",
-                stacklevel=2,
-            )
-        with Output.open(source, save_directory, False, tokenizer) as output:
-            output.add(source.model, "", None)
-            output.finish(config, recipe, modules, plan, leave=leave)
-
-    source.model.save_pretrained = save_pretrained
-
-
-def _format(config: QuantizationConfig) -> str:
-    formats = {format_of(scheme) for scheme in config.config_groups.values()}
+def _overall_format(schemes: Iterable[QuantizationScheme]) -> str:
+    formats = {str(scheme.format) for scheme in schemes}
     if not formats:
-        return "dense"
+        return DENSE
     return formats.pop() if len(formats) == 1 else "mixed-precision"
 
 
