@@ -23,8 +23,9 @@ LAYERS = (
     ("report", "evaluate"),
     ("pipelines", "recipes"),
     ("modifiers",),
-    ("calibration", "checkpoint", "distributed"),
+    ("calibration", "checkpoint"),
     ("observers",),
+    ("distributed",),
     ("kernels", "demo"),
     ("errors", "registry"),
 )

@@ -17,13 +17,15 @@ import torch
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
-from steelyard.distributed import Crew, Ranks, deal, lanes_of
+from steelyard.distributed import Crew, Ranks, deal, lanes_of, sendable
 from steelyard.errors import CalibrationError
 from steelyard.kernels.hessian import accumulate, empty_slab, slab_starts, symmetric
 from steelyard.kernels.lane_sum import LaneSum, Partial
 from steelyard.observers.padding import real_tokens
 
 __all__ = ["Hessians"]
+
+sendable(Partial)
 
 Term = tuple[int, torch.Tensor]  # a lane, and what a batch of it adds: (tokens, columns)
 

@@ -37,6 +37,7 @@ WORDS = {
     "pass dataset=": "give --data",
     "pass tokenizer=": "give --tokenizer",
     "tokenizer=, or token ids as the dataset": "--tokenizer with the folder of one",
+    "trust_remote_code_model=True": "--trust-remote-code",
     "save_statistics=": "observe",
     "statistics=": "--statistics",
     "add them to ignore": "name them with --ignore",

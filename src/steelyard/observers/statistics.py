@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed as dist
 
+from steelyard.distributed.packing import gather_plainly
 from steelyard.errors import StatisticsError
 from steelyard.observers.fusion import disagreement
 
@@ -81,8 +82,7 @@ def sync(observer: Observer) -> list[dist.Work]:
     """
     if not (observer._act_sync_dict and dist.is_available() and dist.is_initialized()):
         return []
-    headers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(headers, _header(observer))
+    headers = gather_plainly(_header(observer))
     for rank, header in enumerate(headers):
         differing = _differing(headers[0], header, "on rank 0", f"on rank {rank}")
         if differing:

@@ -174,7 +174,7 @@ def oneshot(
     elif needs_data:
         samples = load_samples(
             dataset,
-            tokenizer=lambda: tokenizer_of(tokenizer or processor, source),
+            tokenizer=lambda: tokenizer_of(tokenizer or processor, source, trust_remote_code_model),
             num_calibration_samples=num_calibration_samples,
             max_seq_length=max_seq_length,
             batch_size=batch_size,

@@ -6,12 +6,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from steelyard.distributed import sendable
 from steelyard.pipelines.plan import Plan
 from steelyard.recipes import Recipe
 
 __all__ = ["ModuleResult", "Result"]
 
 
+@sendable
 @dataclass(frozen=True)
 class ModuleResult:
     """What became of one module.

@@ -166,7 +166,16 @@ def _load_converted(folder: Path, shards: CheckpointView, skeleton: Any, trust: 
             None, config=skeleton.config, state_dict=state, **options
         )
     else:
-        answer = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust, **options)
+        try:  # without the option it would open pytorch_model.bin, a pickle, where one is there
+            answer = AutoModelForCausalLM.from_pretrained(
+                folder, trust_remote_code=trust, use_safetensors=True, **options
+            )
+        except OSError as error:
+            raise PipelineError(
+                f"{folder}: the *.safetensors files lack tensors that {type(skeleton).__name__} "
+                f"needs ({str(error).splitlines()[0][:160]}); files of other kinds are not opened, "
+                "so copy or download the missing shards"
+            ) from error
     loaded, report = answer
     absent = sorted(report["missing_keys"])
     if absent:

@@ -11,8 +11,11 @@ from steelyard.pipelines.source import Source
 __all__ = ["tokenizer_of"]
 
 
-def tokenizer_of(given: Any, source: Source) -> Any:
-    """Return the tokenizer that was given, or loaded from where it says, or from the model."""
+def tokenizer_of(given: Any, source: Source, trust_remote_code: bool = False) -> Any:
+    """Return the tokenizer that was given, or loaded from where it says, or from the model.
+
+    trust_remote_code: run code that the folder brings; without it transformers would ask on stdin
+    """
     from transformers import AutoTokenizer
 
     if given is not None and not isinstance(given, (str, Path)):
@@ -22,8 +25,14 @@ def tokenizer_of(given: Any, source: Source) -> Any:
     if folder is None:
         raise DataError("text must be tokenized, and the model came without: pass tokenizer=")
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
+        if not trust_remote_code and "custom code" in str(error):
+            raise DataError(
+                f"the tokenizer of {folder} is code that comes with the model, which is not run "
+                "unless you ask for it; pass tokenizer=, or token ids as the dataset, or quantize "
+                "with trust_remote_code_model=True if you trust it"
+            ) from None
         raise DataError(
             f"{folder} has no tokenizer that loads ({str(error).splitlines()[0]}); pass "
             "tokenizer=, or token ids as the dataset"
