@@ -89,7 +89,7 @@ def test_yes_on_stdin_runs_nothing(
     os.close(writing)
     with os.fdopen(reading) as answers, monkeypatch.context() as patch:
         patch.setattr(sys, "stdin", answers)
-        with pytest.raises(SteelyardError, match="custom code|code that comes with the model"):
+        with pytest.raises(SteelyardError, match=r"custom code|code that comes with the model"):
             if how == "evaluate":
                 evaluate(model, model, str(text))
             elif how == "observe":
@@ -160,6 +160,6 @@ def test_pytorch_model_beside_incomplete_safetensors(
     (model / "model.safetensors").unlink()
     save_file(tensors, model / name, metadata={"format": "pt"})
     data = [torch.arange(32).reshape(1, 32) % 16]
-    with pytest.raises(PipelineError, match="lack tensors|has no tensor for"):
+    with pytest.raises(PipelineError, match=r"lack tensors|has no tensor for"):
         oneshot(model, STATIC, data, tmp_path / "out")
     assert not marker.exists()
