@@ -28,6 +28,7 @@ LAYERS = (
     ("distributed",),
     ("kernels", "demo"),
     ("errors", "registry"),
+    ("foreign",),
 )
 DEPTH = {name: depth for depth, layer in enumerate(LAYERS) for name in layer}
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from steelyard.foreign import printable
+
 __all__ = [
     "CalibrationError",
     "CheckpointError",
@@ -34,7 +36,13 @@ __all__ = [
 
 
 class SteelyardError(Exception):
-    """Base of all errors that this package raises on purpose."""
+    """Base of all errors that this package raises on purpose.
+
+    Messages quote names that others chose, so what would act on a terminal is escaped.
+    """
+
+    def __str__(self) -> str:
+        return printable(super().__str__(), keep="\n")
 
 
 class NoStatisticsError(SteelyardError, AssertionError):
@@ -109,7 +117,7 @@ class UnknownNameError(SteelyardError, KeyError, ValueError):
     """A name that is not registered."""
 
     def __str__(self) -> str:  # KeyError would print the message in quotes
-        return str(self.args[0])
+        return printable(str(self.args[0]), keep="\n")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

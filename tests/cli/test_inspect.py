@@ -61,6 +61,13 @@ def test_document_agrees_with_the_files(process: Command, quantized: Path, workp
     assert (scale["non_finite"], scale["zero"], scale["negative"]) == (0, 0, 0)
 
 
+def test_filter_that_would_never_end(steelyard: Command, quantized: Path) -> None:
+    answer = steelyard("inspect", quantized, "--filter", r"re:(?:(?:.|..)+)+\d\d\d")
+    assert answer.code == 2 and "takes longer than 2 s" in answer.err
+    answer = steelyard("inspect", quantized, "--filter", "re:(")
+    assert answer.code == 2 and "is no expression" in answer.err
+
+
 def test_all_and_filter(steelyard: Command, quantized: Path) -> None:
     answer = steelyard("inspect", quantized, "--all", "--filter", "model.layers.1.*o_proj")
     names = {line.split()[0] for line in answer.out.splitlines() if ".o_proj." in line}
@@ -92,7 +99,7 @@ def test_bad_scales_are_counted(steelyard: Command, quantized: Path, tmp_path: P
         ("{", "cannot be read"),
         ("[]", "is not an object"),
         ('{"quantization_config": {"quant_method": "compressed-tensors", "x": 1}}', "config"),
-        (None, "cannot be read"),
+        (None, "is not there"),
     ],
 )
 def test_unusable_config_is_told_and_the_files_are_shown(

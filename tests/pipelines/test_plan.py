@@ -60,6 +60,13 @@ def test_every_weight_is_quantized_or_listed_with_the_reason() -> None:
     plan.require()
 
 
+@pytest.mark.parametrize("field", ["targets", "ignore"])
+def test_expression_that_would_never_end(monkeypatch: pytest.MonkeyPatch, field: str) -> None:
+    monkeypatch.setattr("steelyard.checkpoint.patterns.SECONDS", 0.3)
+    with pytest.raises(PlanError, match=r"\(\.\+\)\+.* takes longer than"):
+        recipe_plan(small_model("llama"), scheme="FP8_DYNAMIC", **{field: ["re:((.+)+)+!"]})
+
+
 def test_sizes_add_up() -> None:
     model = small_model("llama")
     plan = plan_of(model, scheme="FP8_DYNAMIC", ignore=["lm_head"])

@@ -7,7 +7,6 @@ with the reason among the problems.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 
+from steelyard.checkpoint.config_file import read_config
 from steelyard.checkpoint.layout import format_of
 from steelyard.checkpoint.shards import Shards, TensorInfo
 from steelyard.checkpoint.written import PARAMETER, WrittenCheckpoint
@@ -119,9 +119,12 @@ def read_contents(
     advance: told how many bytes of scales were read
     """
     with Shards(folder) as shards:
-        config, problem = _config(shards.folder)
         found = Contents(shards.folder, len(shards.files))
-        found.problems += [problem] if problem else []
+        config: dict[str, Any] = {}
+        try:
+            config = read_config(shards.folder)
+        except CheckpointError as error:
+            found.problems.append(f"{error}; types and sizes are those of the files")
         found.model_type = _text(config.get("model_type"))
         quantization = config.get("quantization_config")
         if isinstance(quantization, dict):
@@ -160,17 +163,6 @@ def describe_args(args: QuantizationArgs) -> str:
     if args.strategy == "block":
         words.append("x".join(map(str, args.block_structure)))
     return " ".join(words)
-
-
-def _config(folder: Path) -> tuple[dict[str, Any], str | None]:
-    path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        return {}, f"{path} cannot be read ({error}); types and sizes are those of the files"
-    if not isinstance(config, dict):
-        return {}, f"{path} is not an object of settings; types and sizes are those of the files"
-    return config, None
 
 
 def _text(value: object) -> str | None:

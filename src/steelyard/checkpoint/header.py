@@ -11,7 +11,6 @@ import errno
 import json
 import os
 import re
-import reprlib
 import stat
 from collections import Counter
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 
 from steelyard.errors import CheckpointError
+from steelyard.foreign import show
 
 __all__ = [
     "DTYPE_NAMES",
@@ -30,7 +30,6 @@ __all__ = [
     "open_file",
     "read_header",
     "read_json",
-    "show",
     "unreadable",
 ]
 
@@ -60,10 +59,6 @@ _FIELDS = ("dtype", "shape", "data_offsets")
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 _POINTER = "if it is a few lines of text, it is a git-lfs pointer: run `git lfs pull`"
 
-_short = reprlib.Repr()
-_short.maxstring = _short.maxother = 100
-_short.maxlevel = 3
-
 
 @dataclass(frozen=True)
 class TensorInfo:
@@ -75,11 +70,6 @@ class TensorInfo:
     shape: tuple[int, ...]
     nbytes: int
     offset: int  # of the first byte within the file
-
-
-def show(value: object) -> str:
-    """Return a value for a message: short, and without characters that act on a terminal."""
-    return _short.repr(value)
 
 
 def unreadable(path: Path, error: Exception) -> CheckpointError:
@@ -133,8 +123,11 @@ def open_file(path: Path) -> int:
         raise unreadable(path, error) from error
 
 
-def read_json(path: Path) -> Any:
-    """Return what a file of JSON holds; ValueError if it is none."""
+def read_json(path: Path, unique: bool = True) -> Any:
+    """Return what a file of JSON holds; ValueError if it is none.
+
+    unique: refuse an object with two equal keys
+    """
     with os.fdopen(open_file(path), "rb") as stream:
         size = os.fstat(stream.fileno()).st_size
         if size > _MAX_JSON:
@@ -143,17 +136,19 @@ def read_json(path: Path) -> Any:
             raw = stream.read(_MAX_JSON)
         except OSError as error:
             raise unreadable(path, error) from error
-    return _parse(raw)
+    return _parse(raw, unique)
 
 
-def _parse(raw: bytes) -> Any:
+def _parse(raw: bytes, unique: bool = True) -> Any:
     """Parse JSON; ValueError for whatever is wrong with it.
 
     A key that comes twice is refused too, although safetensors takes the last for the name of a
     tensor: which of the two counts depends on the reader.
     """
     try:
-        return json.loads(raw.decode("utf-8"), object_pairs_hook=_object, parse_int=_integer)
+        return json.loads(
+            raw.decode("utf-8"), parse_int=_integer, object_pairs_hook=_object if unique else None
+        )
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 

@@ -23,11 +23,11 @@ from steelyard.checkpoint.header import (
     open_file,
     read_header,
     read_json,
-    show,
     unreadable,
 )
 from steelyard.checkpoint.other_files import entries, other_files
 from steelyard.errors import CheckpointError
+from steelyard.foreign import show
 
 __all__ = ["DTYPE_NAMES", "INDEX", "SINGLE", "Shards", "TensorInfo"]
 

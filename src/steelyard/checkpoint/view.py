@@ -8,7 +8,6 @@ servers know. What is not asked for is not computed, and never more than one ten
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,10 +16,12 @@ from typing import Any
 
 import torch
 
+from steelyard.checkpoint.config_file import read_config
 from steelyard.checkpoint.shards import PIECE, Shards, TensorInfo
 from steelyard.errors import CheckpointError
+from steelyard.foreign import show
 
-__all__ = ["CheckpointView", "Stack", "read_config"]
+__all__ = ["CheckpointView", "Stack"]
 
 _SCALE = "_scale_inv"
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -84,7 +85,7 @@ class CheckpointView(Shards):
         block = _block(quantization.get("weight_block_size"))
         if method != "fp8" or block is None:
             raise CheckpointError(
-                f"{self.folder} is quantized already (quant_method {method!r}); give the "
+                f"{self.folder} is quantized already (quant_method {show(method)}); give the "
                 "checkpoint that it was made from"
             )
         named = self.config.get("dtype") or self.config.get("torch_dtype") or "bfloat16"
@@ -199,17 +200,3 @@ def _is_turned(gate_up: tuple[int, ...], down: tuple[int, ...], hidden: Any) -> 
     as_linear = down[1] == hidden and gate_up[1:] == (2 * down[2], hidden)
     as_product = down[2] == hidden and gate_up[1:] == (hidden, 2 * down[1])
     return None if as_linear == as_product else as_product
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """Return what config.json of a checkpoint says."""
-    path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read ({error}); it belongs to every model: download it again"
-        ) from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path} is not an object of settings; download it again")
-    return config

@@ -5,17 +5,16 @@ Nothing is known but config.json and the names of the tensors, as a server sees 
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+from compressed_tensors.quantization import QuantizationScheme
 from compressed_tensors.utils.match import match_name
 
+from steelyard.checkpoint.config_file import check_patterns, read_quantization
 from steelyard.checkpoint.layout import compressor_of, format_of, words_for
 from steelyard.checkpoint.shards import Shards
 from steelyard.errors import CheckpointError
@@ -37,13 +36,14 @@ class WrittenCheckpoint:
         dtypes: Mapping[str, torch.dtype] | None = None,
     ) -> None:
         self.dtypes = dtypes or {}
-        self.config, self.quantization = _read_config(folder)
+        self.config, self.quantization = read_quantization(folder)
         self.shards = Shards(folder)
         self.source = source
         self.tensors: dict[str, set[str]] = {}
         for name in self.shards:
             module, _, local = name.rpartition(".")
             self.tensors.setdefault(module, set()).add(local)
+        check_patterns(folder, self.quantization, self.tensors)
         self.schemes = {
             module: scheme
             for module in self.tensors
@@ -145,16 +145,3 @@ class WrittenCheckpoint:
                     part[local] = stored[start // per : -(-stop // per)]
             decoded = compressor.decompress(part, scheme)
             yield start, torch.as_tensor(decoded["weight"]).float()
-
-
-def _read_config(folder: Path) -> tuple[dict[str, Any], QuantizationConfig]:
-    path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text("utf-8"))
-        return config, QuantizationConfig.model_validate(config["quantization_config"])
-    except KeyError:
-        raise CheckpointError(
-            f"{path} has no usable quantization_config: it has none, so this is no quantized model"
-        ) from None
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{path} has no usable quantization_config: {error!r}") from error

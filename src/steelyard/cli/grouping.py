@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import importlib
 import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
@@ -12,6 +13,7 @@ import typer
 __all__ = ["grouped", "joined_lines", "matching"]
 
 T = TypeVar("T")
+SECONDS = 2  # that an expression may take for a name
 _LINE = re.compile(
     r"(?P<head>\s*(?:- |error: |problem: |warning: ))(?P<name>[\w.]+)(?P<rest>:? .*|)"
 )
@@ -97,11 +99,27 @@ def matching(pattern: str | None) -> Callable[[str], bool]:
     if pattern is None:
         return lambda name: True
     if pattern.startswith("re:"):
-        try:
-            expression = re.compile(pattern[3:])
-        except re.error as error:
-            raise typer.BadParameter(f"{pattern!r} is no expression: {error}") from None
-        return lambda name: expression.match(name) is not None
+        return _expression(pattern)
     if any(c in pattern for c in "*?["):
         return lambda name: fnmatch.fnmatchcase(name, pattern)
     return lambda name: pattern in name
+
+
+def _expression(pattern: str) -> Callable[[str], bool]:
+    """Return whether a name matches a regular expression, in a second or not at all."""
+    regex = importlib.import_module("regex")  # unlike `re`, it can be stopped
+    try:
+        expression = regex.compile(pattern.removeprefix("re:"))
+    except (regex.error, RecursionError, OverflowError) as error:
+        raise typer.BadParameter(f"{pattern!r} is no expression: {error}") from None
+
+    def matches(name: str) -> bool:
+        try:
+            return expression.match(name, timeout=SECONDS) is not None
+        except TimeoutError:
+            raise typer.BadParameter(
+                f"matching {pattern!r} against {name} takes longer than {SECONDS} s; write it "
+                "without a repetition inside a repetition, such as (.*)*"
+            ) from None
+
+    return matches

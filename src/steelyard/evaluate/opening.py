@@ -14,6 +14,7 @@ import torch
 from compressed_tensors.quantization import QuantizationStatus
 from torch.nn import Module, Parameter
 
+from steelyard.checkpoint.config_file import check_patterns
 from steelyard.checkpoint.decoded import DecodedView
 from steelyard.errors import CheckpointError
 from steelyard.pipelines.schemes import apply_schemes
@@ -35,6 +36,7 @@ def open_model(model: str | Path) -> tuple[Source, list[str]]:
     if view.quantization is None:
         return source, []
     _widen(skeleton, joined)
+    check_patterns(folder, view.quantization, [name for name, _ in skeleton.named_modules()])
     status = {"quantization_status": QuantizationStatus.COMPRESSED}
     apply_schemes(skeleton, view.quantization.model_copy(update=status))
     for name, module in skeleton.named_modules():

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated
 
 from pydantic import AfterValidator
+
+from steelyard.checkpoint.patterns import problem_of
 
 __all__ = ["Target", "check_target"]
 
 
 def check_target(target: str) -> str:
     """Return `target`; refuse a regular expression that is none."""
-    if target.startswith("re:"):
-        try:
-            re.compile(target.removeprefix("re:"))
-        except (re.error, RecursionError, OverflowError) as error:
-            raise ValueError(f"{target!r} is not a regular expression: {error}") from None
+    if problem := problem_of(target):
+        raise ValueError(problem)
     return target
 
 

@@ -17,6 +17,7 @@ from compressed_tensors.utils.match import is_match, match_targets
 from torch.nn import Embedding, Linear, Module
 
 from steelyard.checkpoint.layout import expected_tensors, format_of
+from steelyard.checkpoint.patterns import slow_pattern
 from steelyard.errors import PlanError
 from steelyard.modifiers import Modifier
 from steelyard.pipelines.attention import attention_group, cached_attention
@@ -139,6 +140,7 @@ def make_plan(model: Any, config: QuantizationConfig, modifiers: Sequence[Modifi
                checked too, and they may let blocks pass
     """
     plan = Plan(config)
+    _refuse_slow_patterns(model, config, modifiers)
     targets = {t: s for s in config.config_groups.values() for t in s.targets}
     groups = {id(s): name for name, s in config.config_groups.items()}
     owners: dict[int, str] = {}  # of parameters, the first of those that share one
@@ -170,6 +172,19 @@ def make_plan(model: Any, config: QuantizationConfig, modifiers: Sequence[Modifi
     plan.errors += errors_of(plan, model, modifiers)
     plan.warnings += warnings_of(plan, model, modifiers)
     return plan
+
+
+def _refuse_slow_patterns(
+    model: Any, config: QuantizationConfig, modifiers: Sequence[Modifier]
+) -> None:
+    """Raise before anything is matched: an expression that backtracks for years cannot be ended."""
+    patterns = [t for s in config.config_groups.values() for t in s.targets] + [*config.ignore]
+    for modifier in modifiers:
+        more = getattr(modifier, "sequential_targets", None) or ()
+        patterns += [*modifier.targets, *modifier.ignore, *more]
+    problem = slow_pattern(patterns, [name for name, _ in model.named_modules()])
+    if problem is not None:
+        raise PlanError(problem)
 
 
 def _left(

@@ -1,0 +1,67 @@
+"""The config.json of a checkpoint, read as if its author meant harm."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from compressed_tensors.quantization import QuantizationConfig
+
+from steelyard.checkpoint.header import read_json
+from steelyard.checkpoint.patterns import problem_of, slow_pattern
+from steelyard.errors import CheckpointError
+from steelyard.foreign import reason_of, show
+
+__all__ = ["check_patterns", "read_config", "read_quantization"]
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the settings in config.json; its `quantization_config` is an object or not there."""
+    path = folder / "config.json"
+    try:
+        config = read_json(path, unique=False)  # transformers takes the last of two keys
+    except ValueError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(
+            f"{path} cannot be read ({reason_of(error)}); every model has one: download it again"
+        ) from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} is not an object but {show(config)}; download it again")
+    quantization = config.get("quantization_config")
+    if quantization is None:
+        config.pop("quantization_config", None)
+    elif not isinstance(quantization, dict):
+        raise CheckpointError(
+            f"{path} has quantization_config {show(quantization)}, which is not an object; "
+            "download it again, or remove it if the weights are not quantized"
+        )
+    return config
+
+
+def read_quantization(folder: Path) -> tuple[dict[str, Any], QuantizationConfig]:
+    """Return the settings in config.json, and those of compressed-tensors in it."""
+    start = f"{folder / 'config.json'} has no usable quantization_config"
+    try:
+        config = read_config(folder)
+    except CheckpointError as error:
+        raise CheckpointError(f"{start}: {error}") from error
+    if "quantization_config" not in config:
+        raise CheckpointError(f"{start}: it has none, so this is no quantized model")
+    try:
+        return config, QuantizationConfig.model_validate(config["quantization_config"])
+    except Exception as error:  # its validators raise whatever a value of a wrong type leads to
+        raise CheckpointError(f"{start}: {reason_of(error)}") from error
+
+
+def check_patterns(folder: Path, config: QuantizationConfig, names: Collection[str]) -> None:
+    """Refuse a regular expression of the quantization_config that is none, or takes too long."""
+    targets = [t for scheme in config.config_groups.values() for t in scheme.targets]
+    patterns = [*targets, *(config.ignore or ())]
+    problem = next(filter(None, map(problem_of, patterns)), None)
+    problem = problem or slow_pattern(patterns, names)
+    if problem is not None:
+        raise CheckpointError(
+            f"{folder / 'config.json'} has no usable quantization_config: {problem}"
+        )

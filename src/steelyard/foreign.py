@@ -1,0 +1,55 @@
+"""Text that others wrote (names, settings, errors of libraries), made fit for a message."""
+
+from __future__ import annotations
+
+import reprlib
+
+__all__ = ["LONGEST", "printable", "reason_of", "show"]
+
+LONGEST = 300
+"""Characters of foreign text that a message holds."""
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 100
+_short.maxlevel = 3
+
+
+def printable(text: str, keep: str = "") -> str:
+    r"""Return a text in which characters that act on a terminal are escaped.
+
+    Control characters, marks that reverse the direction of writing, surrogates, and line ends.
+
+    keep: characters that stay, such as the line ends of a message that has several lines
+
+    >>> printable("a\x1b[31mb\u202e")
+    'a\\x1b[31mb\\u202e'
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else _escaped(c) for c in text)
+
+
+def _escaped(character: str) -> str:
+    # The other spaces (no-break, ideographic) act on nothing; `repr` would escape them.
+    return " " if character.isspace() and ord(character) > 0x9F else repr(character)[1:-1]
+
+
+def show(value: object) -> str:
+    """Return a value as a short literal in printable characters.
+
+    >>> show("x" * 1000)[:12], len(show([[1] * 1000] * 1000)) < 200
+    ("'xxxxxxxxxxx", True)
+    """
+    return printable(_short.repr(value))
+
+
+def reason_of(error: BaseException) -> str:
+    """Return what an error of a library says: its first line, printable and not long."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    first = lines[0] if lines else type(error).__name__
+    if len(lines) > 2 and "validation error" in first:  # pydantic: a title, then place and reason
+        first = f"{lines[1]}: {lines[2]}"
+    if isinstance(error, (KeyError, AttributeError, TypeError, IndexError)):
+        first = f"{type(error).__name__}: {first}"
+    first = printable(first)
+    return first if len(first) <= LONGEST else f"{first[:LONGEST]}..."
