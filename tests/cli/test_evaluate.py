@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from commands import Command
 
 from steelyard.evaluate import evaluate
+from steelyard.report import Report
 
 
 def test_document_is_that_of_the_python_call(
@@ -33,6 +35,35 @@ def test_document_is_that_of_the_python_call(
     ]
     assert lines[2].split()[-1] == f"{expected['kl_divergence']:.4g}"
     assert lines[3].split()[-2] == f"{100 * expected['top1_agreement']:.1f}"
+
+
+@pytest.mark.parametrize("json", [False, True])
+@pytest.mark.parametrize("damage", ["", "{", '{"schema_version": 99}', "[]", "no place"])
+def test_report_that_cannot_be_updated_costs_no_figures(
+    damage: str, json: bool, steelyard: Command, workplace: Path, model: Path, tmp_path: Path
+) -> None:
+    data = workplace / "held-out.txt"
+    quantized = tmp_path / "q"
+    quantized.mkdir()
+    for file in model.iterdir():
+        (quantized / file.name).write_bytes(file.read_bytes())
+    report = quantized / "report.json"
+    if damage == "no place":
+        report.write_text(Report(title="x").to_json())
+        (quantized / "report.html").mkdir()
+    else:
+        report.write_text(damage)
+    arguments = ("evaluate", model, quantized, "--data", data, "--samples", 1)
+    answer = steelyard(*arguments, "--max-seq-length", 16, *(["--json"] if json else []))
+    assert answer.code == 1
+    if json:
+        assert answer.document["perplexity"] > 1
+    else:
+        assert "perplexity" in answer.out and "over 15 tokens" in answer.out
+        assert "added to" not in answer.out
+    error = answer.err.splitlines()[-1]
+    assert error.startswith("error: the figures above were not added to the report: ")
+    assert str(report.with_suffix("")) in error
 
 
 def test_missing_data(steelyard: Command, model: Path) -> None:

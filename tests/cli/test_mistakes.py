@@ -87,15 +87,47 @@ def test_usage_errors(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("quantize", "M", "--scheme", "W8A8", "--overwrite", "-o"),
+        ("observe", "M", "--scheme", "FP8", "--data", "x.txt", "-o"),
+        ("merge", "a.safetensors", "-o"),
+        ("compare", "M", "--report"),
+        ("demo", "-o"),
+    ],
+)
+def test_empty_output_is_refused(
+    command: tuple[str, ...],
+    steelyard: Command,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As an unset variable of a shell gives it; it must not be the current folder."""
+    monkeypatch.chdir(tmp_path)
+    Path("thesis.tex").write_text("mine")
+    answer = steelyard(*[model if each == "M" else each for each in command], "")
+    assert (answer.code, answer.out) == (2, "")
+    assert "the output path is empty" in answer.err
+    assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
+
+
 def test_failures_in_data_and_checkpoints(
     steelyard: Command, model: Path, workplace: Path, tmp_path: Path
 ) -> None:
-    full, empty = tmp_path / "full", tmp_path / "empty"
-    for folder in (full, empty):
+    full, old, empty = tmp_path / "full", tmp_path / "old", tmp_path / "empty"
+    for folder in (full, old, empty):
         folder.mkdir()
     (full / "file").write_text("mine")
+    for name in ("config.json", "model.safetensors"):
+        (old / name).write_text("{}")
     for arguments, said in (
-        (("quantize", model, "-o", full, "--scheme", "W8A8"), "holds with --overwrite"),
+        (("quantize", model, "-o", old, "--scheme", "W8A8"), "holds with --overwrite"),
+        (
+            ("quantize", model, "-o", full, "--scheme", "W8A8", "--overwrite"),
+            "not replaced, even with --overwrite",
+        ),
         (
             ("quantize", model, "-o", model, "--scheme", "W8A8", "--overwrite"),
             "is the source itself",

@@ -321,7 +321,8 @@ def test_wrong_bytes_are_found_before_the_old_output_goes(
     """A kernel that errs would be caught by the reported error, the scales or the fused partner."""
     small_model("llama", hidden_size=256, intermediate_size=256).save_pretrained(tmp_path / "m")
     (tmp_path / "q").mkdir()
-    (tmp_path / "q" / "old").write_text("kept")
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "q" / name).write_text("kept")
     stored = streaming.stored_tensors
     calls: list[int] = []
 
@@ -343,7 +344,7 @@ def test_wrong_bytes_are_found_before_the_old_output_goes(
     message["weight_global_scale"] = "fused partner|decodes"
     with pytest.raises(CheckpointInvalid, match=message[wrong]):
         oneshot(tmp_path / "m", chosen, None, tmp_path / "q", overwrite=True)
-    assert (tmp_path / "q" / "old").read_text() == "kept"
+    assert (tmp_path / "q" / "model.safetensors").read_text() == "kept"
 
 
 def test_scale_is_that_of_the_type_that_is_served(tmp_path: Path) -> None:

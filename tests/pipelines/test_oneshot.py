@@ -185,11 +185,16 @@ def test_existing_output_is_refused(folder: Path, tmp_path: Path) -> None:
     modifier = rtn("FP8_DYNAMIC")
     (tmp_path / "q").mkdir()
     (tmp_path / "q" / "precious.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match="overwrite"):
-        oneshot(folder, modifier, None, tmp_path / "q")
+    for overwrite in (False, True):
+        with pytest.raises(CheckpointError, match=r"holds precious\.txt, not part"):
+            oneshot(folder, modifier, None, tmp_path / "q", overwrite=overwrite)
     assert (tmp_path / "q" / "precious.txt").read_text() == "mine"
-    oneshot(folder, modifier, None, tmp_path / "q", overwrite=True)
-    assert not (tmp_path / "q" / "precious.txt").exists()
+    oneshot(folder, modifier, None, tmp_path / "old")
+    (tmp_path / "old" / "NOTICE").write_text("old")
+    with pytest.raises(CheckpointError, match="overwrite=True"):
+        oneshot(folder, modifier, None, tmp_path / "old")
+    oneshot(folder, modifier, None, tmp_path / "old", overwrite=True)
+    assert not (tmp_path / "old" / "NOTICE").exists()
 
 
 def test_plan_errors_stop_the_run(folder: Path, tmp_path: Path) -> None:

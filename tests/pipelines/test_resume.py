@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from steelyard import oneshot
 from steelyard.calibration import Calibration
-from steelyard.checkpoint import CheckpointWriter, Shards
+from steelyard.checkpoint import CheckpointWriter, Shards, work
 from steelyard.checkpoint.work import WorkFolder
 from steelyard.errors import CalibrationError, CheckpointError
 from steelyard.modifiers import QuantizationModifier
@@ -412,13 +412,15 @@ def test_two_runs_exclude_each_other(source: Path, tmp_path: Path) -> None:
     assert spawn(source, tmp_path / "out", "stream") == 0
 
 
+@pytest.mark.parametrize("can_exchange", [True, False])
 def test_old_output_is_there_until_the_new_one_is(
-    source: Path, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    can_exchange: bool, source: Path, kind: str, tmp_path: Path
 ) -> None:
-    """Killed between the two renames: whoever comes next puts things right."""
+    """Killed as it is moved; without an exchange of folders, whoever comes next puts it right."""
     out = tmp_path / "out"
     out.mkdir()
-    (out / "old").write_text("kept")
+    for name in ("config.json", "model.safetensors", "NOTICE"):
+        (out / name).write_text("old")
     rename = Path.rename
 
     def dying(self: Path, target: Path) -> Path:
@@ -428,6 +430,8 @@ def test_old_output_is_there_until_the_new_one_is(
 
     def child() -> None:
         Path.rename = dying  # type: ignore[method-assign,assignment]
+        if not can_exchange:
+            work.exchange = lambda first, second: False
         run(source, out, kind, overwrite=True)
 
     process = os.fork()
@@ -435,11 +439,11 @@ def test_old_output_is_there_until_the_new_one_is(
         child()
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 7
-    assert not out.exists()
+    assert out.exists() == can_exchange
     with pytest.raises(CheckpointError):
         run(source, tmp_path / "out", "layers" if kind == "stream" else "stream", overwrite=True)
     run(source, out, kind, overwrite=True)
-    assert not (out / "old").exists() and Shards(out)
+    assert not (out / "NOTICE").exists() and Shards(out)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -457,6 +461,7 @@ def test_killed_between_the_last_rename_and_the_end(
     assert contents(out) == expected and (tmp_path / ".out.steelyard").exists()
     result = run(source, out, kind)
     assert result.output_dir == out and contents(out) == expected
+    assert any("out is complete: an earlier run wrote it" in note for note in result.notes)
     assert {p.name for p in result.plan.quantized} == set(result.modules)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     with pytest.raises(CheckpointError, match="not empty"):

@@ -1,38 +1,104 @@
-"""Where a checkpoint may be written."""
+"""Where a checkpoint may be written, and what it may replace."""
 
 from __future__ import annotations
 
 import os
+import re
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
+from steelyard.checkpoint.model_files import foreign_files, is_checkpoint
 from steelyard.errors import CheckpointError
 
-__all__ = ["check_apart", "check_output"]
+__all__ = ["check_apart", "check_output", "output_path"]
+
+_RESERVED = re.compile(r"\..+\.steelyard(-done)?")  # see `steelyard.checkpoint.work`
+
+
+def output_path(given: str | Path) -> Path:
+    """Return the path of an output folder, absolute and without links; refuse an empty one."""
+    if not str(given).strip():
+        raise CheckpointError(
+            "the output folder is an empty text, perhaps an unset variable; name a folder"
+        )
+    return Path(given).resolve()
 
 
 def check_output(out: Path, overwrite: bool) -> None:
-    """Refuse a place that cannot take a checkpoint, or holds something that must not be lost."""
+    """Refuse a place that cannot take a checkpoint, or holds something that must not be lost.
+
+    Only an empty folder or, with `overwrite`, a checkpoint is replaced.
+    """
     if out == out.parent:
         raise CheckpointError(f"{out} is the root of all folders; choose a folder for the output")
+    for part in out.parts:
+        if _RESERVED.fullmatch(part):
+            raise CheckpointError(
+                f"{part} in {out} is a name for the folders of unfinished runs; choose another "
+                "folder for the output"
+            )
+    _check_not_around(out)
     if out.exists() and not out.is_dir():
         raise CheckpointError(f"{out} is a file; choose a folder for the output")
     if out.is_dir():
-        if os.path.ismount(out):
-            raise CheckpointError(
-                f"{out} is a mount point, and cannot be replaced in one step; choose a folder "
-                f"inside it, such as {out / 'model'}"
-            )
-        if any(out.iterdir()) and not overwrite:
-            raise CheckpointError(
-                f"{out} is not empty; choose another folder, or replace what it holds with "
-                "overwrite=True"
-            )
+        _check_replaceable(out, overwrite)
     parent = out.parent
     while not parent.exists():
         parent = parent.parent
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise CheckpointError(
             f"{parent} is not a folder that you may write to, so {out} cannot be made in it"
+        )
+
+
+def _check_not_around(out: Path) -> None:
+    """Refuse the current folder, the home folder and what they lie in."""
+    for name, find in (("current", Path.cwd), ("home", Path.home)):
+        with suppress(OSError, RuntimeError):  # there may be none
+            place = find().resolve()
+            if out == place:
+                raise CheckpointError(
+                    f"{out} is the {name} folder, which is never replaced; choose a folder inside "
+                    f"it, such as {out / 'model'}"
+                )
+            if out in place.parents:
+                raise CheckpointError(
+                    f"{out} contains the {name} folder, and is never replaced; choose another "
+                    "folder for the output"
+                )
+
+
+def _check_replaceable(out: Path, overwrite: bool) -> None:
+    if os.path.ismount(out):
+        raise CheckpointError(
+            f"{out} is a mount point, and cannot be replaced in one step; choose a folder "
+            f"inside it, such as {out / 'model'}"
+        )
+    try:
+        if not any(out.iterdir()):
+            return
+        foreign = [str(path) for path in islice(foreign_files(out), 4)]
+        found = ", ".join(foreign[:3]) + (" and more" if len(foreign) > 3 else "")
+        whole = is_checkpoint(out)
+    except OSError as error:
+        raise CheckpointError(
+            f"{out} cannot be read ({error.strerror}), so it is not replaced; choose another folder"
+        ) from error
+    if foreign:
+        raise CheckpointError(
+            f"{out} is not empty and holds {found}, not part of a checkpoint, so it is not "
+            "replaced, even with overwrite=True; choose another folder, or move that away"
+        )
+    if not whole:
+        raise CheckpointError(
+            f"{out} is not empty and has no config.json with weights beside it, so it is no "
+            "checkpoint and is not replaced, even with overwrite=True; choose another folder"
+        )
+    if not overwrite:
+        raise CheckpointError(
+            f"{out} is not empty; choose another folder, or replace what it holds with "
+            "overwrite=True"
         )
 
 

@@ -47,7 +47,9 @@ class ShardFile:
         self._entries: dict[str, dict[str, Any]] = {}
         self._waiting: dict[str, tuple[str, list[int], bytes]] = {}
         self._header = 64  # bytes at most
-        flags = os.O_RDWR | os.O_CREAT | (0 if state else os.O_TRUNC)
+        if state is None:
+            path.unlink(missing_ok=True)  # of a run that was killed
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | (0 if state else os.O_EXCL)
         self._handle = os.open(path, flags, 0o666)
         if state is not None:
             self._restore(state)

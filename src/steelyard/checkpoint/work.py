@@ -5,6 +5,11 @@
     .out.steelyard/journal-1.json the same of rank 1, where several ranks write
     .out.steelyard/checkpoint/    the output so far
     .out.steelyard/old/           what the output held before, until the last rename
+    .out.steelyard-done           the journal of a run whose output is in place, until the folder
+                                  above is gone
+
+The folder is the user's alone and holds no links. What has its name but was not made by a run is
+refused, never followed or removed.
 
 A process that dies leaves the folder as it is. The same command finds it, and goes on from the
 journal's last entry. What the journal was begun with (source, recipe, versions) must be the same.
@@ -15,12 +20,15 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from steelyard.checkpoint.exchange import exchange
 from steelyard.errors import CheckpointError
 
 __all__ = ["WorkFolder", "differences", "sync", "write_in_one_step"]
@@ -34,6 +42,7 @@ class WorkFolder:
     def __init__(self, output: Path) -> None:
         self.output = output
         self.path = output.with_name(f".{output.name}.steelyard")
+        self.done = output.with_name(f".{output.name}.steelyard-done")
         self.checkpoint = self.path / "checkpoint"
         self.old = self.path / "old"
         self._lock = -1
@@ -57,13 +66,17 @@ class WorkFolder:
             raise CheckpointError(f"cannot write beside {self.output}: {error}") from error
 
     def _locked(self) -> bool:
-        self.path.mkdir(parents=True, exist_ok=True)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            self.path.mkdir(mode=0o700)  # or others could put links into it
         place = self.path / "lock"
         try:
-            handle = os.open(place, os.O_RDWR | os.O_CREAT, 0o666)
+            self.check_own()
+            handle = os.open(place, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except FileNotFoundError:  # a run that ended just now took its folder away
             return False
         try:
+            self._check_lock(handle)
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.pread(handle, 32, 0).decode(errors="replace").strip() or "unknown"
@@ -72,14 +85,49 @@ class WorkFolder:
                 f"another run (process {holder}) is writing to {self.output}; wait for it, or "
                 "choose another output"
             ) from None
+        except BaseException:
+            os.close(handle)
+            raise
         with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(handle), place.stat()):
+            if os.path.samestat(os.fstat(handle), place.lstat()):
                 os.ftruncate(handle, 0)
                 os.pwrite(handle, str(os.getpid()).encode(), 0)
                 self._lock = handle
                 return True
         os.close(handle)
         return False
+
+    def check_own(self) -> None:
+        """Refuse a folder by our name that no run of this user made, or that holds links."""
+        try:
+            status = self.path.lstat()
+        except FileNotFoundError:
+            return
+        if not stat.S_ISDIR(status.st_mode):
+            raise self._not_ours("is a link or a file")
+        if status.st_uid != os.geteuid():
+            raise self._not_ours("belongs to another user")
+        found = list(self.path.iterdir())
+        names = [path.name for path in found]
+        for path in found:
+            if path.is_symlink():
+                raise self._not_ours(f"holds the link {path.name}")
+        if names and "lock" not in names and "journal.json" not in names:
+            raise self._not_ours(f"holds {sorted(names)[0]} and no lock")
+
+    def _check_lock(self, handle: int) -> None:
+        """Refuse a file that is no lock of ours, before it is written to."""
+        status = os.fstat(handle)
+        known = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+        content = os.pread(handle, 33, 0) if known else b""
+        if not known or status.st_nlink > 1 or not re.fullmatch(rb"\d{0,32}", content):
+            raise self._not_ours("holds a lock that is none")
+
+    def _not_ours(self, why: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.path} {why}, so no run of yours made it, and the output cannot grow there; "
+            "move it away, or choose another output"
+        )
 
     def close(self, keep: bool) -> None:
         """Unlock; without `keep`, remove the folder first."""
@@ -88,16 +136,44 @@ class WorkFolder:
         try:
             if not keep:
                 self._put_back()
-                if self.checkpoint.exists():  # else it is in its place, and the journal tells so
-                    self.journal.unlink(missing_ok=True)
-                shutil.rmtree(self.checkpoint, ignore_errors=True)
-                shutil.rmtree(self.old, ignore_errors=True)  # before the journal, which tells of it
-                shutil.rmtree(self.path, ignore_errors=True)
+                self._remove()
         finally:
             os.close(self._lock)
             self._lock = -1
         if not keep:
             self._remove_parents()
+
+    def _remove(self) -> None:
+        """Remove the folder; while there is anything left of it, a complete output is known.
+
+        Its journal is the last to go: as a file beside, since a folder must be empty before.
+        """
+        if self.checkpoint.exists() or not self.output.exists():  # nothing is in its place
+            self.journal.unlink(missing_ok=True)
+            self._remove_done()
+        elif self.journal.exists() and (self._owns_done() or not os.path.lexists(self.done)):
+            self.journal.rename(self.done)
+        lock = self.path / "lock"
+        for path in self.path.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path != lock:
+                path.unlink(missing_ok=True)
+        lock.unlink(missing_ok=True)
+        with suppress(OSError):  # something could not be removed
+            self.path.rmdir()
+        self._remove_done()
+
+    def _owns_done(self) -> bool:
+        """Whether the journal of a run that ended lies beside the output."""
+        with suppress(FileNotFoundError):
+            status = self.done.lstat()
+            return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+        return False
+
+    def _remove_done(self) -> None:
+        if self._owns_done():
+            self.done.unlink(missing_ok=True)
 
     def _remove_parents(self) -> None:
         for parent in self._made:
@@ -107,8 +183,11 @@ class WorkFolder:
     # -- the journal --------------------------------------------------------------------------
 
     def read(self) -> dict[str, Any] | None:
-        """Return the journal of a run that did not end, if there is one."""
-        return self._read(self.journal) if self.journal.exists() else None
+        """Return the journal of a run that did not end, or only just, if there is one."""
+        self.check_own()
+        if self.journal.exists():
+            return self._read(self.journal)
+        return self._read(self.done) if self._owns_done() else None
 
     def read_all(self) -> list[dict[str, Any]]:
         """Return the journals of all ranks of a run that did not end."""
@@ -151,8 +230,9 @@ class WorkFolder:
         """Forget an earlier run; what the output held before comes back if nothing replaced it."""
         self._put_back()
         self.journal.unlink(missing_ok=True)
+        self._remove_done()
         for path in self.path.iterdir():
-            if path.is_dir():
+            if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             elif path.name != "lock":
                 path.unlink()
@@ -164,16 +244,23 @@ class WorkFolder:
     # -- the end ------------------------------------------------------------------------------
 
     def move_into_place(self) -> None:
-        """Rename; whenever this stops, either the old or the new output is complete."""
-        if self.output.exists():
+        """Rename; at any moment either the old or the new output is in place.
+
+        Where two folders cannot be exchanged, there is a moment without either: a run that is
+        killed then leaves the old one to the next run, which puts it back.
+        """
+        if not self.output.exists():
+            self.checkpoint.rename(self.output)
+        elif exchange(self.checkpoint, self.output):
+            self.checkpoint.rename(self.old)
+        else:
             shutil.rmtree(self.old, ignore_errors=True)
             self.output.rename(self.old)
-        try:
-            self.checkpoint.rename(self.output)
-        except BaseException:
-            if self.old.exists():
+            try:
+                self.checkpoint.rename(self.output)
+            except BaseException:
                 self.old.rename(self.output)
-            raise
+                raise
         sync(self.output.parent)
 
 

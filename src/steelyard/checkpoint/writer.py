@@ -26,7 +26,7 @@ from compressed_tensors.base import (
 from compressed_tensors.quantization import QuantizationConfig
 
 from steelyard.checkpoint.other_files import other_files
-from steelyard.checkpoint.place import check_apart, check_output
+from steelyard.checkpoint.place import check_apart, check_output, output_path
 from steelyard.checkpoint.shard_file import ShardFile, is_whole
 from steelyard.checkpoint.shards import INDEX, SINGLE, Shards
 from steelyard.checkpoint.work import WorkFolder, differences, sync
@@ -70,7 +70,7 @@ class CheckpointWriter:
         resume: bool = True,
         ranks: Ranks | None = None,
     ) -> None:
-        self.output_dir = Path(output_dir).resolve()
+        self.output_dir = output_path(output_dir)
         self.overwrite = overwrite
         self.max_shard_bytes = max_shard_bytes
         self.identity = identity
@@ -78,13 +78,13 @@ class CheckpointWriter:
         self.ranks = ranks or Ranks()
         self.progress: list[dict[str, Any]] = []  # what the last marks of an earlier run said
         self.finished = False  # an earlier run came to its end, but for a word
+        if source is not None:
+            folder = source.folder if isinstance(source, Shards) else Path(source)
+            check_apart(self.output_dir, folder.resolve())
         check_output(self.output_dir, overwrite=True)
         self.work = WorkFolder(self.output_dir)
         if self.ranks.is_first and not self._ended_unnoticed():
             check_output(self.output_dir, self.overwrite)
-        if source is not None:
-            folder = source.folder if isinstance(source, Shards) else Path(source)
-            check_apart(self.output_dir, folder.resolve())
         self._file: ShardFile | None = None  # the shard that is being written
         self._position = 0  # its number
         self._planned = False  # the caller says which shard a tensor belongs to
@@ -105,7 +105,9 @@ class CheckpointWriter:
         if self.identity is None or not self.resume or not self.output_dir.is_dir():
             return False
         journal = self.work.read()
-        if journal is None or not journal["complete"] or self.partial.exists():
+        if journal is None or not journal["complete"]:
+            return False
+        if self.partial.exists() and self.output_dir.stat().st_ino != journal.get("folder"):
             return False
         count = len(journal["shards"])
         return journal["identity"] == self.identity and all(
@@ -144,6 +146,9 @@ class CheckpointWriter:
                 "with the command that began it, choose another output, or remove that folder"
             )
         journals = self.work.read_all() if self.identity is not None and self.resume else []
+        self.finished = self._ended_unnoticed()
+        if self.finished and not journals:
+            journals = [journal for journal in (self.work.read(),) if journal is not None]
         if not journals:
             self.work.clear()
             check_output(self.output_dir, self.overwrite)  # an earlier run may have put it aside
@@ -158,8 +163,9 @@ class CheckpointWriter:
             )
         self._keep = True
         self.progress = [each for journal in journals for each in journal["progress"]]
-        self.finished = self._ended_unnoticed()
         if self.finished:
+            if self.partial.exists():  # what the output held before: they were exchanged
+                shutil.rmtree(self.partial)
             return
         self._restore(journals)
         if len(journals) > 1:  # of several ranks: from now on one speaks for them
@@ -244,6 +250,7 @@ class CheckpointWriter:
             {
                 "identity": self.identity,
                 "complete": complete,
+                "folder": self.partial.stat().st_ino,  # keeps its number when it is renamed
                 "shards": self._shards,
                 "open": left,
                 "progress": progress,

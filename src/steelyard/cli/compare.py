@@ -56,6 +56,7 @@ def compare(
         typer.Option(
             "--report",
             metavar="FILE",
+            parser=options.output_path,
             help="Write the comparison there: a page to .html, else JSON.",
             show_default=False,
         ),

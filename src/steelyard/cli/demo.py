@@ -50,6 +50,7 @@ def demo(
             "--output",
             "-o",
             metavar="FOLDER",
+            parser=options.output_path,
             help="Where the checkpoints go; those of an earlier demo are replaced.",
             show_default="a folder for temporary files",
         ),

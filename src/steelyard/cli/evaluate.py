@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +11,7 @@ import typer
 from steelyard.cli import options
 from steelyard.cli.ranks import is_first
 from steelyard.cli.terminal import Column, number, print_document, print_line, print_table
+from steelyard.errors import ReportError
 
 __all__ = ["evaluate"]
 
@@ -66,12 +68,19 @@ def evaluate(
         show_progress=None if is_first() else False,
     )
     content: dict[str, Any] = found.as_dict()
-    report = Path(quantized) / "report.json"
-    if report.is_file() and is_first():
-        add_to_report(Path(quantized), content)
     if json:
         print_document("evaluate", {"base": base, "quantized": quantized, **content})
-        return
+    else:
+        _print(content, data)
+    report = Path(quantized) / "report.json"
+    if report.is_file() and is_first():
+        sys.stdout.flush()  # the figures took long: nothing that happens now may lose them
+        add_to_report(Path(quantized), content)
+        if not json:
+            print_line(f"added to {report}")
+
+
+def _print(content: dict[str, Any], data: str) -> None:
     print_table(
         [Column(""), Column("original", True), Column("quantized", True)],
         [
@@ -88,8 +97,6 @@ def evaluate(
     print_line(f"over {content['tokens']:,} tokens of {data}")
     for note in content["notes"]:
         print_line(f"note: {note}")
-    if report.is_file():
-        print_line(f"added to {report}")
 
 
 def _fixed(value: float | None) -> str:
@@ -100,7 +107,10 @@ def add_to_report(folder: Path, evaluation: dict[str, Any]) -> None:
     """Add the numbers of an evaluation to the report beside a checkpoint."""
     from steelyard.report import add_evaluation
 
-    add_evaluation(folder, numbers_of(evaluation))
+    try:
+        add_evaluation(folder, numbers_of(evaluation))
+    except ReportError as error:
+        raise ReportError(f"the figures above were not added to the report: {error}") from error
 
 
 def numbers_of(evaluation: dict[str, Any]) -> dict[str, float]:

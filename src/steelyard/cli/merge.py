@@ -21,7 +21,14 @@ def merge(
     ],
     output: Annotated[
         Path,
-        typer.Option("--output", "-o", metavar="FILE", help="Where it goes.", show_default=False),
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            parser=options.output_path,
+            help="Where it goes.",
+            show_default=False,
+        ),
     ],
     json: options.Json = False,
 ) -> None:

@@ -19,7 +19,14 @@ def observe(
     model: options.Model,
     output: Annotated[
         Path,
-        typer.Option("--output", "-o", metavar="FILE", help="Where they go.", show_default=False),
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            parser=options.output_path,
+            help="Where they go.",
+            show_default=False,
+        ),
     ],
     data: Annotated[
         str,

@@ -31,6 +31,7 @@ __all__ = [
     "Tokenizer",
     "Uncalibrated",
     "existing_model",
+    "output_path",
 ]
 
 
@@ -47,6 +48,13 @@ def existing_model(name: str) -> str:
             f"there is no folder {name!r}; give a folder, or a name on the hub"
         )
     return name
+
+
+def output_path(given: str) -> Path:
+    """Return the path that something is written to; an empty one would be the current folder."""
+    if not given.strip():
+        raise typer.BadParameter("the output path is empty, perhaps an unset variable; name one")
+    return Path(given)
 
 
 def _scheme(value: str | None) -> str | None:

@@ -36,6 +36,7 @@ def quantize(
             "--output",
             "-o",
             metavar="FOLDER",
+            parser=options.output_path,
             help="Where the checkpoint goes.",
             show_default=False,
         ),
@@ -71,7 +72,7 @@ def quantize(
         typer.Option("--resume/--no-resume", help="Take up a run that did not end, or start anew."),
     ] = True,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a folder that is there.")
+        bool, typer.Option("--overwrite", help="Replace a checkpoint that is there.")
     ] = False,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run the code that a model brings.")

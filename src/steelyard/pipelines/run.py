@@ -217,8 +217,15 @@ class Run:
             self.done, self.calibrated = mark["done"], mark["calibrated"]
             for shard, jobs in mark["streamed"].items():
                 self.streamed[int(shard)] = max(jobs, self.streamed.get(int(shard), 0))
-        assert self.output.writer is not None
-        work = self.output.writer.work.path
+        writer = self.output.writer
+        assert writer is not None
+        if writer.finished:
+            self.result.notes.append(
+                f"{writer.output_dir} is complete: an earlier run wrote it, and was killed before "
+                "it could say so"
+            )
+            return
+        work = writer.work.path
         self.decisions.importance.take_up(work, self.done)
         self.statistics.take_up(work, self.done)
         if self.ranks.is_first:
