@@ -18,6 +18,7 @@ __all__ = [
     "DataError",
     "FusionError",
     "ImportanceError",
+    "ImportanceUnsupported",
     "ImportanceWarning",
     "NoStatisticsError",
     "NonFiniteError",
@@ -71,6 +72,10 @@ class StatisticsError(SteelyardError, ValueError):
 
 class ImportanceError(SteelyardError, ValueError):
     """Importance is unusable and `strict=True` forbids going on without it."""
+
+
+class ImportanceUnsupported(ImportanceError, NotImplementedError):
+    """Importance that a strategy or a place cannot use."""
 
 
 class ImportanceWarning(UserWarning):

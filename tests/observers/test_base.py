@@ -493,13 +493,27 @@ def test_label_names_the_module_where_it_is_known() -> None:
 
 @pytest.mark.parametrize(
     "dtype",
-    [torch.int8, torch.int32, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64],
+    [torch.bool, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64],
 )
 def test_unsupported_type_is_refused(dtype: torch.dtype) -> None:
     observer = MemorylessMinMaxObserver("weight", INT8)
     with pytest.raises(StrategyError, match=rf"cannot observe {re.escape(str(dtype))}; dequant"):
         observer(torch.zeros(2, 2, dtype=dtype))
     assert not observer.has_statistics
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
+def test_integers_are_observed_as_their_values(dtype: torch.dtype) -> None:
+    value = torch.tensor([[1, 100], [3, 7]], dtype=dtype)
+    found = MemorylessMinMaxObserver("weight", INT8)(value).get_qparams()
+    expected = MemorylessMinMaxObserver("weight", INT8)(value.double()).get_qparams()
+    assert_close(found["scale"].double(), expected["scale"])
+
+
+def test_large_integers_keep_their_values() -> None:
+    value = torch.tensor([[2**24 + 1, 0]], dtype=torch.int64)  # which fp32 does not hold
+    found = MemorylessMinMaxObserver("weight", INT8)(value)
+    assert found.max_vals.item() == 2**24 + 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

@@ -551,3 +551,10 @@ def test_attaching_in_inference_mode_gathers_outside_of_it() -> None:
     observer.detach(module)
     assert_close(module._imatrix_sum, torch.full((8,), 5.0))
     assert int(module._imatrix_count) == 5
+
+
+def test_importance_for_an_activation_is_not_implemented() -> None:
+    observer = IMatrixMSEObserver("input", QuantizationArgs(num_bits=8), strict=True)
+    with pytest.raises(NotImplementedError, match="weighs the columns of a weight") as raised:
+        observer(torch.ones(2, 8))
+    assert isinstance(raised.value, ImportanceError)

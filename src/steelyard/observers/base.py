@@ -2,7 +2,8 @@
 
 Calling an observer updates its statistics; `get_qparams` computes parameters from them as often
 as asked and changes nothing. A subclass writes `update_statistics_from_observed`, which turns one
-tensor in the canonical shape into `self.min_vals` and `self.max_vals`.
+tensor in the canonical shape into `self.min_vals` and `self.max_vals`; or, as in the first
+generation of the interface, `calculate_qparams`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar, TypedDict, TypeVar
+from typing import Any, ClassVar, TypedDict, TypeVar, overload
 
 import torch
 from compressed_tensors import InternalModule
@@ -21,11 +22,11 @@ from steelyard.errors import FusionError, NonFiniteError, NoStatisticsError, Str
 from steelyard.kernels.qparams import global_scale_of, qparams_from_range, scale_dtype_of
 from steelyard.kernels.range import range_of
 from steelyard.observers import statistics
-from steelyard.observers.checks import check_type, check_value, describe_non_finite
+from steelyard.observers.checks import as_floats, check_type, describe_non_finite
+from steelyard.observers.first_generation import FirstGeneration, construct
 from steelyard.observers.fusion import disagreement
 from steelyard.observers.helpers import (
     check_strategy,
-    count_tokens,
     flatten_for_calibration,
     group_order,
     view_blocks,
@@ -58,7 +59,7 @@ class QParamsDict(TypedDict):
     global_scale: torch.Tensor | None
 
 
-class Observer(InternalModule):  # type: ignore[misc]  # compressed-tensors is untyped
+class Observer(FirstGeneration, InternalModule):  # type: ignore[misc]  # which is untyped
     """Base of all observers.
 
     base_name: weight | input | output | q | k | v
@@ -92,10 +93,12 @@ class Observer(InternalModule):  # type: ignore[misc]  # compressed-tensors is u
         quantization_args: QuantizationArgs | None = None,
         **observer_kwargs: Any,
     ) -> None:
+        given_name = self.__dict__.pop("_base_name", None)  # by `construct`
         super().__init__()
         first = None
         if not isinstance(base_name, str):  # the first generation took only its QuantizationArgs
             base_name, first = "weight", base_name
+        base_name = given_name or base_name
         forms: list[Any] = [a for a in (first, args, quantization_args) if a is not None]
         if len(forms) != 1:
             raise TypeError(
@@ -132,7 +135,7 @@ class Observer(InternalModule):  # type: ignore[misc]  # compressed-tensors is u
     @classmethod
     def load_from_registry(cls, name: str, **kwargs: Any) -> Observer:
         """Build the observer called `name`; keyword arguments are its constructor's."""
-        return cls.registry.get(name)(**kwargs)
+        return construct(cls.registry.get(name), **kwargs)
 
     @classmethod
     def get_value_from_registry(cls, name: str) -> type[Observer]:
@@ -153,23 +156,40 @@ class Observer(InternalModule):  # type: ignore[misc]  # compressed-tensors is u
         """
         if observed.numel() == 0:
             return self
-        check_value(observed, self.label)
+        observed = as_floats(observed, self.label)
         order = None
         if g_idx is not None:
             order = group_order(g_idx, observed.shape[-1], self.base_name, self.args)
             observed = observed if order is None else observed[..., order]
-        in_place = getattr(self.update_statistics_from_observed, "reads_blocks", False)
-        if in_place and self.args.strategy == "block":
-            flat = view_blocks(observed, self.args)
+        if self.calculates:
+            self.observe_slices(observed)
+            self.observed_dtype, self.observed_shape = observed.dtype, observed.shape
         else:
-            flat = flatten_for_calibration(observed, self.base_name, self.args)
+            in_place = getattr(self.update_statistics_from_observed, "reads_blocks", False)
+            if in_place and self.args.strategy == "block":
+                flat = view_blocks(observed, self.args)
+            else:
+                flat = flatten_for_calibration(observed, self.base_name, self.args)
+            self.update(flat, observed, order)
+        self.num_updates += 1
+        self.record_observed_tokens(observed)
+        return self
+
+    def update(
+        self, flat: torch.Tensor, source: torch.Tensor, order: torch.Tensor | None = None
+    ) -> None:
+        """Update the statistics from a value in the canonical shape; a failure changes nothing.
+
+        source: the value before it was brought to that shape
+        order:  that of its columns, where groups of them lie apart
+        """
         self._check_shape(flat)
-        self._checked = (flat, self.range_of(flat, source=observed))
+        self._checked = (flat, self.range_of(flat, source=source))
         before = self._column_order, self.observed_dtype, self.observed_shape
         self._column_order, self.observed_dtype, self.observed_shape = (
             order,
-            observed.dtype,
-            observed.shape,
+            source.dtype,
+            source.shape,
         )
         try:
             self.update_statistics_from_observed(flat)
@@ -178,9 +198,6 @@ class Observer(InternalModule):  # type: ignore[misc]  # compressed-tensors is u
             raise
         finally:
             self._checked = None
-        self.num_updates += 1
-        self.num_observed_tokens += count_tokens(observed, self.base_name)
-        return self
 
     @abstractmethod
     def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
@@ -221,12 +238,27 @@ class Observer(InternalModule):  # type: ignore[misc]  # compressed-tensors is u
 
     # -- computing --------------------------------------------------------------------------
 
+    @overload
+    def get_qparams(self) -> QParamsDict: ...
+
+    @overload
+    def get_qparams(
+        self, observed: torch.Tensor, g_idx: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
     @torch.no_grad()
-    def get_qparams(self) -> QParamsDict:
+    def get_qparams(
+        self, observed: torch.Tensor | None = None, g_idx: torch.Tensor | None = None
+    ) -> QParamsDict | tuple[torch.Tensor, torch.Tensor]:
         """Compute the parameters from the statistics; repeatable, changes nothing.
 
         Where fused observers share a scale, all of them must have observed something.
+
+        observed: as in the first generation, observe this first, and return scale and zero point
         """
+        if observed is not None:
+            scale, zero_point = self(observed, g_idx)
+            return scale, zero_point
         shares = self._shares_scale or self.args.strategy == "tensor_group"
         for observer in (self, *(self._fused_observers if shares else ())):
             observer._require_statistics(asked_by=self)
@@ -242,6 +274,8 @@ class Observer(InternalModule):  # type: ignore[misc]  # compressed-tensors is u
         self, global_scale: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return scale and zero point, given the global scale that will be stored with them."""
+        if self.calculates:
+            return self.calculated(global_scale)
         min_vals, max_vals = self.chosen_range(global_scale)
         return qparams_from_range(min_vals, max_vals, self.args, self.scale_dtype, global_scale)
 
@@ -260,6 +294,8 @@ class Observer(InternalModule):  # type: ignore[misc]  # compressed-tensors is u
 
     def global_absmax(self) -> torch.Tensor:
         """Return the largest magnitude that the global scale must reach, a scalar."""
+        if self.calculates:
+            return self.absmax
         return torch.maximum(-self.min_vals.amin(), self.max_vals.amax()).clamp(min=0)
 
     @property
@@ -290,6 +326,8 @@ class Observer(InternalModule):  # type: ignore[misc]  # compressed-tensors is u
         self.num_observed_tokens = 0
         self.num_updates = 0
         self._column_order = None
+        self._weight_kept = None
+        self.__dict__.pop("_twins", None)
 
     def merge(self: Self, other: Observer) -> Self:
         """Become as if this observer had gone on to observe what `other` observed."""

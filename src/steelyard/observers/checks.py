@@ -13,9 +13,10 @@ from steelyard.kernels.rounding import quantized_range
 if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationArgs
 
-__all__ = ["check_type", "check_value", "describe_non_finite"]
+__all__ = ["as_floats", "check_type", "describe_non_finite"]
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def check_type(args: QuantizationArgs) -> None:
@@ -45,13 +46,18 @@ def check_type(args: QuantizationArgs) -> None:
         )
 
 
-def check_value(observed: torch.Tensor, label: str) -> None:
+def as_floats(observed: torch.Tensor, label: str) -> torch.Tensor:
+    """Return a value as floats; integers are taken as their values, codes of floats are refused."""
     if observed.ndim == 0:
         raise StrategyError(f"{label}: cannot observe a single number; give it dimensions first")
+    if observed.dtype in _INTEGERS:
+        wide = observed.dtype.itemsize > 2  # beyond what fp32 holds exactly
+        return observed.to(torch.float64 if wide else torch.float32)
     if observed.dtype not in _FLOATS:
         raise StrategyError(
             f"{label}: cannot observe {observed.dtype}; dequantize it to bf16, fp16 or fp32 first"
         )
+    return observed
 
 
 def describe_non_finite(observed: torch.Tensor, label: str) -> str:

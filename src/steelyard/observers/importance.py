@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import distributed as dist
 
-from steelyard.errors import ImportanceError, ImportanceWarning
+from steelyard.errors import ImportanceError, ImportanceUnsupported, ImportanceWarning
 from steelyard.kernels.exact_sum import add_exactly, carried, empty_bins, total
 from steelyard.kernels.squares import sum_of_squares
 from steelyard.observers.base import Observer
@@ -195,7 +195,9 @@ class ImportanceObserver(Observer):
     def _go_without(self, problem: str) -> None:
         remedy = "gather importance over calibration data first"
         if self.strict:
-            raise ImportanceError(f"{self.label}: {problem}; {remedy}, or set strict=False")
+            usable = self.base_name == "weight"
+            kind = ImportanceError if usable else ImportanceUnsupported
+            raise kind(f"{self.label}: {problem}; {remedy}, or set strict=False")
         if int(self._imatrix_count) == 0 and not self.needs_importance:
             return  # nothing was gathered, as in a run without data
         warnings.warn(

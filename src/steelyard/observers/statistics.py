@@ -44,6 +44,7 @@ _REDUCE: dict[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 def merge(first: Observer, second: Observer) -> None:
     """Make `first` as if it had gone on to observe what `second` observed."""
+    _require_statistics(first)
     if not first._act_sync_dict:
         raise StatisticsError(
             f"{first.label} keeps only its last observation, so there is nothing to merge: "
@@ -138,6 +139,8 @@ def join(observer: Observer, states: Iterable[State]) -> None:
     """
     if not observer._act_sync_dict:
         seen = [state for state in states if state[1]]
+        if len(seen) > 1:
+            _require_statistics(observer)
         if seen:
             restore(observer, seen[-1], "what was seen last")
             observer.num_updates = sum(int(about["updates"]) for about, _ in seen)
@@ -149,6 +152,15 @@ def join(observer: Observer, states: Iterable[State]) -> None:
         restore(part, state, "another's statistics")
         total.merge(part)
     restore(observer, state_of(total), "the sum of them")
+
+
+def _require_statistics(observer: Observer) -> None:
+    if observer.calculates:
+        raise StatisticsError(
+            f"{observer.label} defines only calculate_qparams, so what it observed in parts, by "
+            "several ranks or in several files, cannot be joined; define "
+            "update_statistics_from_observed, or calibrate in one process"
+        )
 
 
 def _like(observer: Observer) -> Observer:
