@@ -177,8 +177,13 @@ class Decisions:
             f"their weights, or add them to ignore.{again if kept else ''}"
         )
 
-    def final_config(self, config: QuantizationConfig) -> QuantizationConfig:
-        """Return the config that the checkpoint gets; modules of a scheme of their own by name."""
+    def final_config(
+        self, config: QuantizationConfig, stored_name: Callable[[str], str]
+    ) -> QuantizationConfig:
+        """Return the config that the checkpoint gets; modules of a scheme of their own by name.
+
+        stored_name: what the files call a module, which may not be what the class does
+        """
         groups = dict(config.config_groups)
         by_scheme: dict[str, list[str]] = {}
         for name, scheme in self.weights_only_schemes.items():
@@ -186,7 +191,8 @@ class Decisions:
         extra = {}
         for i, names in enumerate(by_scheme.values()):
             scheme = self.weights_only_schemes[names[0]]
-            extra[f"weights_only_{i}"] = scheme.model_copy(update={"targets": names})
+            targets = [stored_name(name) for name in names]
+            extra[f"weights_only_{i}"] = scheme.model_copy(update={"targets": targets})
             self.result.notes.append(
                 f"{len(names)} modules saw no token; only their weights are quantized: "
                 + ", ".join(names)

@@ -32,6 +32,7 @@ from steelyard.pipelines.plan import Left, Plan, make_plan
 from steelyard.pipelines.restoring import restored_on_error
 from steelyard.pipelines.result import Result
 from steelyard.pipelines.run import Run, model_device
+from steelyard.pipelines.runnable import unrunnable
 from steelyard.pipelines.save_pretrained import save_as_quantized
 from steelyard.pipelines.saving import Output
 from steelyard.pipelines.schemes import apply_schemes
@@ -129,6 +130,8 @@ def oneshot(
         restack(source.shards, plan)
         plan.budget = budget_of(source.shards, jobs_of(source.shards, plan))
     plan.errors += _taken_names(plan, source)
+    if loaded.needs_data and statistics is None:
+        plan.errors += unrunnable(source, pipeline)
     _note_unknown(plan, source)
     text_config = source.model.config.get_text_config()
     plan.layers = getattr(text_config, "num_hidden_layers", 1)
@@ -229,7 +232,7 @@ def oneshot(
         run.end()
         if ranks.is_first:
             kept.save(result.notes)
-        final = run.decisions.final_config(config)
+        final = run.decisions.final_config(config, source.module_key)
         folder = None
         if ranks.is_first:
             folder = run.output.finish(

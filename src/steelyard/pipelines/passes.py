@@ -20,9 +20,9 @@ from steelyard.observers.fusion import fused_groups
 from steelyard.pipelines.decisions import Decisions
 from steelyard.pipelines.gptq import Gathering
 from steelyard.pipelines.result import ModuleResult
-from steelyard.pipelines.sequential import Until
 from steelyard.pipelines.source import computing_in, rounded_once
 from steelyard.pipelines.staged import BESIDE, Staged, at_once, find_stages, holding_budget
+from steelyard.pipelines.until import Until
 
 __all__ = ["Onward", "Passes"]
 

@@ -25,6 +25,7 @@ from steelyard.kernels.lane_sum import lane_of
 from steelyard.pipelines.data import Samples
 from steelyard.pipelines.dealt_weights import owners_of
 from steelyard.pipelines.decisions import Decisions
+from steelyard.pipelines.own_forward import WITHOUT_DATA, own_forward
 from steelyard.pipelines.passes import Onward, Passes
 from steelyard.pipelines.progress import progress
 from steelyard.pipelines.result import ModuleResult, Result
@@ -173,8 +174,10 @@ class Run:
         with self.crew, progress("calibrating", len(mine), self.show) as advance:
 
             def run() -> None:
+                model = self.source.model
                 for input_ids in self.passes.in_lanes(mine):
-                    self.source.model(input_ids=input_ids, use_cache=False)
+                    with own_forward(model, "a run as a whole", WITHOUT_DATA):
+                        model(input_ids=input_ids, use_cache=False)
                     advance()
 
             self._module(self.source.model, "", None, run)

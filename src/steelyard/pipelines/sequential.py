@@ -5,8 +5,8 @@ every layer standing aside: a layer notes its arguments (mask, position embeddin
 class passes) and hands the hidden state on. After that layer i is called with those arguments and
 the true hidden states, so only one layer's weights need to be in memory.
 
-A model whose forward changes the hidden state between layers cannot be taken apart like that, and
-is refused.
+A model whose forward changes the hidden state between layers, or hands on more than that from one
+layer to the next, cannot be taken apart like that, and is refused.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.nn import Module, ModuleList
-from torch.utils.hooks import RemovableHandle
 
 from steelyard.checkpoint.work import sync
 from steelyard.errors import PipelineError
+from steelyard.pipelines.own_forward import WITHOUT_DATA, own_forward
+from steelyard.pipelines.until import Enough
 
-__all__ = ["LayerSequence", "Until", "decoder_layers", "load_hidden", "save_hidden"]
+__all__ = ["LayerSequence", "decoder_layers", "load_hidden", "save_hidden"]
+
+_AS_A_WHOLE = 'pipeline="basic" runs the model as a whole'
 
 
 @dataclass
@@ -46,45 +49,8 @@ class Batch:
     calls: list[Call] = field(default_factory=list)
 
 
-class _Enough(Exception):
-    """Ends a forward pass whose rest is not needed."""
-
-
-class Until:
-    """Ends a pass through a layer once all of its `modules` were called: the rest is not needed.
-
-    The first pass runs to its end and shows whether each is called just once, as a condition.
-    """
-
-    def __init__(self, layer: Module, modules: Iterable[Module]) -> None:
-        self.layer = layer
-        self.calls = dict.fromkeys(modules, 0)
-        self._once: bool | None = None
-        self._left: set[Module] = set()
-        self._handles: list[RemovableHandle] = []
-
-    def __enter__(self) -> Until:
-        self._handles = [m.register_forward_pre_hook(self._called) for m in self.calls]
-        self._handles.append(self.layer.register_forward_hook(self._ended))
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _called(self, module: Module, _args: Any) -> None:
-        if self._once is None:
-            self.calls[module] += 1
-            return
-        self._left.discard(module)
-        if self._once and not self._left:
-            self._left = set(self.calls)
-            raise _Enough
-
-    def _ended(self, *_: Any) -> None:
-        if self._once is None:
-            self._once = all(count == 1 for count in self.calls.values())
-        self._left = set(self.calls)
+class _Withheld:
+    """Stands for a tensor that a layer returns beside the hidden state."""
 
 
 def decoder_layers(model: Any) -> tuple[str, ModuleList]:
@@ -100,15 +66,18 @@ def decoder_layers(model: Any) -> tuple[str, ModuleList]:
     if len(deep) != 1:
         raise PipelineError(
             f"{type(model).__name__} has {len(deep)} lists of {depth} layers, so it is not clear "
-            'what runs one after another; pipeline="basic" runs the model as a whole'
+            f"what runs one after another; {_AS_A_WHOLE}"
         )
     return deep[0]
 
 
 def _text_model(model: Any) -> Module:
     """Return the part that decodes text; the model itself where that cannot be told."""
-    found = model.get_decoder() if hasattr(model, "get_decoder") else None
-    return found if isinstance(found, Module) else model
+    found: Module | None = model.get_decoder() if hasattr(model, "get_decoder") else None
+    if isinstance(found, Module) and any(isinstance(m, ModuleList) for m in found.modules()):
+        return found
+    whole: Module = model  # some classes call their output head the decoder
+    return whole
 
 
 class LayerSequence:
@@ -118,6 +87,7 @@ class LayerSequence:
         self.model = model
         self.name, self.layers = decoder_layers(model)
         self._shared: list[torch.Tensor] = []
+        self._beside: tuple[Any, ...] | None = None  # what layers return after the hidden state
 
     @torch.no_grad()
     def start(self, batches: list[torch.Tensor], advance: Callable[[], None]) -> list[Batch]:
@@ -128,7 +98,7 @@ class LayerSequence:
         started: list[Batch] = []
         if not batches:  # as on a rank that got none
             return started
-        wraps = self._returns_tuple(batches[0][:, :1])
+        self._look_at_outputs(batches[0][:, :1])
         for input_ids in batches:
             batch = Batch(input_ids, torch.empty(0))
             previous: list[torch.Tensor] = []
@@ -144,19 +114,27 @@ class LayerSequence:
                 if index == 0:
                     batch.hidden = hidden
                 elif hidden is not previous[0]:
-                    raise PipelineError(
-                        f"{type(self.model).__name__} changes the hidden state before layer "
-                        f'{index}, so its layers cannot run alone; pipeline="basic" runs the '
-                        "model as a whole"
+                    raise self._not_alone(f"changes the hidden state before layer {index}")
+                if _is_withheld((args, kwargs)):
+                    raise self._not_alone(
+                        f"passes more than the hidden state from layer {index - 1} to {index}"
                     )
                 previous[:] = [hidden]
                 batch.calls.append(Call(self._share(args), self._share(kwargs)))
                 if index == len(self.layers) - 1:
-                    raise _Enough
-                return (hidden,) if wraps else hidden
+                    raise Enough
+                return self._output(hidden)
 
-            with self._replaced(stand_aside), contextlib.suppress(_Enough):
+            with (
+                own_forward(self.model, f"what is around {self.name}", _AS_A_WHOLE),
+                self._replaced(stand_aside),
+                contextlib.suppress(Enough),
+            ):
                 self.model(input_ids=input_ids, use_cache=False)
+            if len(batch.calls) != len(self.layers):
+                raise self._not_alone(
+                    f"calls {len(batch.calls)} of its {len(self.layers)} layers on token ids"
+                )
             started.append(batch)
             advance()
         return started
@@ -166,7 +144,10 @@ class LayerSequence:
         """Return what layer `index` makes of a batch; its weights must be in memory."""
         call = batch.calls[index]
         output: Any = batch.hidden
-        with contextlib.suppress(_Enough):  # of an `Until`, whose user asks for no output
+        with (
+            own_forward(self.model, f"{self.name}.{index}", _AS_A_WHOLE),
+            contextlib.suppress(Enough),  # of an `Until`, whose user asks for no output
+        ):
             output = self.layers[index](batch.hidden, *call.args, **call.kwargs)
         hidden: torch.Tensor = output[0] if isinstance(output, tuple) else output
         return hidden
@@ -174,33 +155,54 @@ class LayerSequence:
     @torch.no_grad()
     def finish(self, batch: Batch) -> Any:
         """Run what comes after the layers; its parameters must be in memory."""
-        wraps = False
 
         def stand_aside(index: int, *args: Any, **kwargs: Any) -> Any:
             hidden, _, _ = _split(args, kwargs)
-            given = batch.hidden if index == len(self.layers) - 1 else hidden
-            return (given,) if wraps else given
+            return self._output(batch.hidden if index == len(self.layers) - 1 else hidden)
 
-        wraps = self._wraps
-        with self._replaced(stand_aside):
+        with (
+            own_forward(self.model, f"what comes after {self.name}", _AS_A_WHOLE),
+            self._replaced(stand_aside),
+        ):
             return self.model(input_ids=batch.input_ids, use_cache=False)
 
-    def _returns_tuple(self, input_ids: torch.Tensor) -> bool:
-        """Run the first layer on one token to see the shape of what layers return."""
-        found: list[bool] = []
+    def _look_at_outputs(self, input_ids: torch.Tensor) -> None:
+        """Run the first layer on one token to see what layers return beside the hidden state."""
+        found: list[Any] = []
 
         def look(_module: Module, _args: Any, output: Any) -> None:
-            found.append(isinstance(output, tuple))
-            raise _Enough
+            found.append(output)
+            raise Enough
 
+        versions = _versions(self.model)
         handle = self.layers[0].register_forward_hook(look)
         try:
-            with contextlib.suppress(_Enough):
+            with (
+                own_forward(self.model, f"{self.name}.0", WITHOUT_DATA),
+                contextlib.suppress(Enough),
+            ):
                 self.model(input_ids=input_ids, use_cache=False)
         finally:
             handle.remove()
-        self._wraps = found[0]
-        return self._wraps
+        if not found:
+            raise self._not_alone(f"does not call {self.name}.0 on token ids")
+        if versions != _versions(self.model):
+            raise PipelineError(
+                f"{type(self.model).__name__} changes its own weights when it runs, so they would "
+                f"not be those of the checkpoint; {WITHOUT_DATA}"
+            )
+        self._beside = None
+        if isinstance(found[0], tuple):
+            self._beside = tuple(_withheld(value) for value in found[0][1:])
+
+    def _output(self, hidden: torch.Tensor) -> Any:
+        """Return a hidden state in the form in which layers return it."""
+        return hidden if self._beside is None else (hidden, *self._beside)
+
+    def _not_alone(self, why: str) -> PipelineError:
+        return PipelineError(
+            f"{type(self.model).__name__} {why}, so its layers cannot run alone; {_AS_A_WHOLE}"
+        )
 
     @contextlib.contextmanager
     def _replaced(self, forward: Callable[..., Any]) -> Iterator[None]:
@@ -235,6 +237,26 @@ class LayerSequence:
         if isinstance(value, dict):
             return {k: self._share(v) for k, v in value.items()}
         return value
+
+
+def _versions(model: Module) -> list[int]:
+    """Return how often each parameter was written to."""
+    return [0 if p.is_inference() else p._version for p in model.parameters()]
+
+
+def _withheld(value: Any) -> Any:
+    """Return a value without its tensors; anything that is done with those fails."""
+    if isinstance(value, torch.Tensor):
+        return _Withheld()
+    if isinstance(value, (tuple, list)):
+        return type(value)(_withheld(v) for v in value)
+    return value
+
+
+def _is_withheld(value: Any) -> bool:
+    if isinstance(value, (tuple, list, dict)):
+        return any(map(_is_withheld, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, _Withheld)
 
 
 def save_hidden(batches: Mapping[int, Batch], path: Path) -> None:

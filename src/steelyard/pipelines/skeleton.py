@@ -7,7 +7,7 @@ is asked what it would save each as.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,9 @@ from torch.nn import Module, Parameter
 
 from steelyard.checkpoint import CheckpointView, Shards
 from steelyard.errors import PipelineError
+from steelyard.pipelines.own_forward import WITHOUT_DATA
 
-__all__ = ["build_skeleton", "own_buffers", "parts_of"]
+__all__ = ["build_skeleton", "encoder_refusal", "own_buffers", "parts_of"]
 
 
 def build_skeleton(
@@ -27,6 +28,8 @@ def build_skeleton(
 
     A model that cannot be filled tensor by tensor is loaded as a whole.
     """
+    if refusal := encoder_refusal(shards.config, str(shards.config.get("model_type"))):
+        raise PipelineError(refusal)
     skeleton = _skeleton(folder, shards, trust_remote_code)
     keys, joined, missing = _keys(skeleton, shards)
     if missing:
@@ -34,6 +37,21 @@ def build_skeleton(
     _take_types(skeleton, keys, shards)
     _fill_buffers(skeleton, keys, shards)
     return skeleton.eval(), keys, joined
+
+
+def encoder_refusal(config: Mapping[str, Any], name: str) -> str | None:
+    """Return why a model with an encoder, such as T5 or Whisper, cannot run here; None for others.
+
+    name: what to call it where the config names no class
+    """
+    if config.get("is_encoder_decoder") is not True:
+        return None
+    classes = config.get("architectures")
+    name = str(classes[0]) if isinstance(classes, list) and classes else name
+    return (
+        f"{name} has an encoder and a decoder, and only models with a decoder alone can run on "
+        f"calibration data; {WITHOUT_DATA}"
+    )
 
 
 def _skeleton(folder: Path, shards: CheckpointView, trust_remote_code: bool) -> Any:
@@ -44,14 +62,15 @@ def _skeleton(folder: Path, shards: CheckpointView, trust_remote_code: bool) -> 
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         if getattr(config, "quantization_config", None) is not None:  # which the view undoes
             del config.quantization_config
-        options: dict[str, Any] = {"attn_implementation": "sdpa"} if _has_sdpa(config) else {}
+        dtype = _stored_dtype(config, shards)
+        options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
         with _parameters_on_meta():
-            return AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                config,
-                dtype=_stored_dtype(config, shards),
-                trust_remote_code=trust_remote_code,
-                **options,
-            )
+            if _has_sdpa(config):
+                with contextlib.suppress(ValueError):  # a part of the model may not have it
+                    return AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                        config, attn_implementation="sdpa", **options
+                    )
+            return AutoModelForCausalLM.from_config(config, **options)  # type: ignore[no-untyped-call]
     except (ValueError, OSError, KeyError, ImportError) as error:
         kind = shards.config.get("model_type")
         raise PipelineError(

@@ -54,7 +54,7 @@ def find_stages(
     None where there are none that hold for all data: unless each module is a Linear that is called
     once, with all `tokens` of the batch, which of them are called may depend on the data.
     """
-    if not all(isinstance(module, Linear) for module in modules.values()):
+    if not all(_is_plain(module) for module in modules.values()):
         return None
     calls: list[tuple[str, torch.Tensor]] = []
 
@@ -83,6 +83,11 @@ def find_stages(
     for name, x in calls:  # which keeps them alive, so that no two have the same id
         stages.setdefault(id(x), []).append(name)
     return list(stages.values())
+
+
+def _is_plain(module: Module) -> bool:
+    """Whether a module returns a product and nothing else, unlike the routers of some classes."""
+    return isinstance(module, Linear) and type(module).forward is Linear.forward
 
 
 def holding_budget(device: torch.device) -> int:

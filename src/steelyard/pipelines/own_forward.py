@@ -1,0 +1,48 @@
+"""What a model's own forward raises, told as a failure of that model and not of this package."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from steelyard.errors import PipelineError, SteelyardError
+
+__all__ = ["WITHOUT_DATA", "own_forward"]
+
+WITHOUT_DATA = (
+    "a scheme that needs no calibration data, such as FP8_DYNAMIC, works from the files alone"
+)
+_PACKAGE = str(Path(__file__).parents[1])
+
+
+@contextlib.contextmanager
+def own_forward(model: Any, where: str, remedy: str) -> Iterator[None]:
+    """Turn an exception of the model's code into a PipelineError; ours and a lack of memory pass.
+
+    where:  the layer, or what else of the model runs
+    remedy: a clause that says what to do
+    """
+    try:
+        yield
+    except (SteelyardError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if _is_ours(error):
+            raise
+        said = " ".join(str(error).split())[:300].rstrip(".")
+        raise PipelineError(
+            f"{type(model).__name__} cannot be calibrated: its own forward fails in {where} "
+            f"({type(error).__name__}: {said}); {remedy}"
+        ) from error
+
+
+def _is_ours(error: Exception) -> bool:
+    """Whether code of this package, such as an observer, raised it while the model ran."""
+    frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    entered = next((i for i, name in enumerate(frames) if not name.startswith(_PACKAGE)), None)
+    return entered is None or any(name.startswith(_PACKAGE) for name in frames[entered:])
