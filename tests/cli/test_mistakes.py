@@ -146,7 +146,7 @@ def test_failures_in_data_and_checkpoints(
         assert "Traceback" not in answer.err
 
 
-def test_lines_that_say_the_same_of_several_modules_are_one(
+def test_group_size_that_does_not_divide_is_said_once_for_a_width(
     steelyard: Command, model: Path, tmp_path: Path
 ) -> None:
     options = ("--scheme", "W4A16", "--group-size", 96)
@@ -154,8 +154,17 @@ def test_lines_that_say_the_same_of_several_modules_are_one(
     assert answer.code == 2
     lines = answer.err.splitlines()
     assert lines[0] == "error: the recipe does not fit the model, and nothing was done:"
-    assert len(lines) == 8
-    assert all("{0-2}" in line and line.endswith("(3 modules)") for line in lines[1:])
+    assert [line.split()[1:3] for line in lines[1:]] == [["3", "modules"], ["18", "modules"]]
+    assert all("use --group-size 128 (or 64, 32, 16), which divides" in line for line in lines[1:])
+    dry = steelyard("quantize", model, *options, "--dry-run")
+    assert dry.code == 2 and "use --group-size 128" in dry.out and "group_size" not in dry.out
+
+
+def test_mistyped_ignore_names_the_option(steelyard: Command, model: Path, tmp_path: Path) -> None:
+    options = ("--scheme", "W8A8", "--ignore", "lm_head", "--ignore", "re:.*mplp.*")
+    answer = steelyard("quantize", model, "-o", tmp_path / "q", *options)
+    assert answer.code == 2 and not (tmp_path / "q").exists()
+    assert "'re:.*mplp.*' of --ignore matches no module" in answer.err
 
 
 @pytest.mark.parametrize("words", WORDS)

@@ -79,15 +79,30 @@ def test_sizes_add_up() -> None:
 
 
 def test_group_size_that_does_not_divide() -> None:
-    plan = plan_of(small_model("llama"), scheme="W4A16", ignore=["lm_head"])
-    only(plan.errors, "layers.0.self_attn.q_proj", "64 columns", "groups of 128", "16, 32, 64")
+    """One sentence for all modules of a width, with sizes that divide every targeted module."""
+    model = small_model("llama", hidden_size=96, intermediate_size=160)
+    plan = plan_of(model, scheme="W4A16", ignore=["lm_head"])
+    assert plan.errors == [
+        "18 modules such as model.layers.0.self_attn.q_proj: 96 columns cannot be cut into weight "
+        "groups of 128; use group_size=32 (or 16), which divides 96, 160, or ignore them",
+        "3 modules such as model.layers.0.mlp.down_proj: 160 columns cannot be cut into weight "
+        "groups of 128; use group_size=32 (or 16), which divides 96, 160, or ignore them",
+    ]
+    assert not plan_of(model, scheme="W4A16", group_size=32, ignore=["lm_head"]).errors
     with pytest.raises(PlanError, match="nothing was done"):
         plan.require()
 
 
+def test_group_sizes_that_nothing_divides_or_a_format_fixes() -> None:
+    odd = small_model("llama", hidden_size=72, intermediate_size=100)
+    for scheme, remedy in (("W4A16", "strategy channel"), ("NVFP4A16", "the format fixes")):
+        only(plan_of(odd, scheme=scheme, ignore=["lm_head"]).errors, "72 columns", remedy)
+
+
 def test_block_that_does_not_divide() -> None:
     plan = plan_of(small_model("llama"), scheme="FP8_BLOCK", ignore=["lm_head"])
-    only(plan.errors, "q_proj", "64 columns", "128 x 128")
+    assert len(plan.errors) == 2, "its inputs have groups of 128, too"
+    only(plan.errors, "18 modules such as", "q_proj", "64 columns", "128 x 128")
 
 
 def test_bypass_lets_blocks_pass_and_says_that_groups_cannot() -> None:
@@ -103,7 +118,7 @@ def test_bypass_lets_blocks_pass_and_says_that_groups_cannot() -> None:
 
 def test_a_plan_with_errors_can_be_shown() -> None:
     text = str(plan_of(small_model("llama"), scheme="W4A16", ignore=["lm_head"]))
-    assert "error: model.layers.0.self_attn.q_proj: 64 columns" in text
+    assert "error: 18 modules such as model.layers.0.self_attn.q_proj: 64 columns" in text
     assert "->" not in text
 
 
@@ -184,7 +199,39 @@ def test_what_observers_would_refuse() -> None:
 def test_target_that_matches_nothing() -> None:
     plan = plan_of(small_model("llama"), scheme={"FP8_DYNAMIC": ["Linear", "re:.*w1$"]})
     only(plan.errors, "re:.*w1$", "matches no module")
-    only(plan_of(small_model("llama"), scheme="W8A8", ignore=["lm_haed"]).warnings, "lm_haed")
+
+
+@pytest.mark.parametrize(
+    ("ignore", "said"),
+    [
+        ("lm_haed", "'lm_haed' in ignore matches no module: did you mean 'lm_head'?, or remove it"),
+        ("re:.*mlpp.*", "look at its spelling, or remove it"),
+        ("re:.*mlp.gat$", "look at its spelling, or remove it"),
+        ("model.layers.7.mlp", "did you mean 'model.layers.2.mlp'?"),
+        ("lm_head", None),
+        ("language_model.lm_head", None),
+        ("re:.*lm_head", None),
+        ("re:.*mlp.gate$", None),
+        (r"re:.*mlp\.shared_expert_gate$", None),
+        ("re:.*block_sparse_moe.gate", None),
+        ("re:model.visual.*", None),
+        (r"re:model\.vision_tower.*", None),
+        ("re:.*multi_modal_projector.*", None),
+    ],
+)
+def test_ignore_that_matches_nothing_is_an_error_unless_it_is_usual(
+    ignore: str, said: str | None
+) -> None:
+    """Those that recipes carry from model to model are allowed."""
+    tied = small_model("llama", tie_word_embeddings=True)
+    for plan in (
+        plan_of(tied, scheme="W8A8", ignore=["lm_head", ignore]),
+        recipe_plan(tied, IMatrixGatherer(ignore=[ignore]), **weights("optimal")),
+    ):
+        if said is None:
+            assert not any("ignore" in said for said in [*plan.errors, *plan.warnings])
+        else:
+            only(plan.errors, repr(ignore), said)
 
 
 def test_target_of_a_gatherer_that_matches_nothing() -> None:

@@ -20,7 +20,16 @@ from steelyard import errors
 from steelyard.cli.grouping import joined_lines
 from steelyard.cli.ranks import rank
 
-__all__ = ["FAILED", "INTERRUPTED", "USAGE", "WORDS", "Interrupted", "explain", "wants_traceback"]
+__all__ = [
+    "FAILED",
+    "INTERRUPTED",
+    "USAGE",
+    "WORDS",
+    "Interrupted",
+    "explain",
+    "in_options",
+    "wants_traceback",
+]
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
 
@@ -41,6 +50,8 @@ WORDS = {
     "save_statistics=": "observe",
     "statistics=": "--statistics",
     "add them to ignore": "name them with --ignore",
+    "' in ignore matches": "' of --ignore matches",
+    "group_size=": "--group-size ",
 }
 """Words of the package's messages, and what one types instead."""
 
@@ -83,7 +94,10 @@ def _verdict(error: BaseException) -> tuple[int, str | None]:
     if isinstance(error, (Interrupted, KeyboardInterrupt, typer.Abort)):
         return INTERRUPTED, f"interrupted{f'; {error}' if str(error) else ''}"
     if isinstance(error, errors.SteelyardError):
-        return USAGE if isinstance(error, _USAGE) else FAILED, _in_options(str(error))
+        message = in_options(str(error))
+        listed = "\n  - " in message
+        whole = message if listed else " ".join(message.split())
+        return USAGE if isinstance(error, _USAGE) else FAILED, whole
     if isinstance(error, OSError):
         return FAILED, _system(error)
     if isinstance(error, MemoryError):
@@ -100,11 +114,10 @@ def _verdict(error: BaseException) -> tuple[int, str | None]:
     return FAILED, None
 
 
-def _in_options(message: str) -> str:
+def in_options(message: str) -> str:
+    """Return a message of the package with the options that one types, alike lines joined."""
     for python, option in WORDS.items():
         message = message.replace(python, option)
-    if "\n  - " not in message:  # no list
-        message = " ".join(message.split())
     return joined_lines(message)
 
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from steelyard.cli import options
-from steelyard.cli.grouping import grouped, joined_lines
-from steelyard.cli.mistakes import USAGE, Interrupted
+from steelyard.cli.grouping import grouped
+from steelyard.cli.mistakes import USAGE, Interrupted, in_options
 from steelyard.cli.ranks import is_first, join
 from steelyard.cli.recipe import recipe_from
 from steelyard.cli.terminal import (
@@ -134,7 +134,7 @@ def quantize(
     if json:
         print_document("quantize", as_document(result))
     elif dry_run:
-        print_line(joined_lines(str(result.plan)))
+        print_line(in_options(str(result.plan)))
     else:
         print_summary(result)
     if dry_run and result.plan.errors:
@@ -159,8 +159,8 @@ def as_document(result: Result) -> dict[str, Any]:
         "ratio": before / after if after else None,
         "seconds": result.seconds,
         "notes": result.notes,
-        "warnings": plan.warnings,
-        "errors": plan.errors,
+        "warnings": [in_options(warning) for warning in plan.warnings],
+        "errors": [in_options(error) for error in plan.errors],
     }
 
 

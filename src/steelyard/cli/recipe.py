@@ -45,17 +45,19 @@ def recipe_from(
     if scheme is None:
         raise typer.BadParameter("one of --scheme and --recipe is missing, such as --scheme W4A16")
     from steelyard.modifiers import GPTQModifier, IMatrixGatherer, QuantizationModifier
+    from steelyard.modifiers.quantization.schemes import group_size_problem
 
     options: dict[str, Any] = {
         "ignore": [name for name in (ignore or DEFAULT_IGNORE) if name],
         "weight_observer": observer or DEFAULT_OBSERVER,
+        "scheme": scheme,
     }
+    if targets:
+        options["targets"] = list(targets)
     if group_size is not None:
-        options["config_groups"] = {"group_0": _regrouped(scheme, targets, group_size)}
-    else:
-        options["scheme"] = scheme
-        if targets:
-            options["targets"] = list(targets)
+        if problem := group_size_problem(scheme):
+            raise typer.BadParameter(f"--group-size {problem}")
+        options["group_size"] = group_size
     from pydantic import ValidationError
 
     from steelyard.errors import RecipeError
@@ -75,16 +77,3 @@ def _weighs(observer: str) -> bool:
     from steelyard.observers.importance import ImportanceObserver
 
     return issubclass(Observer.get_value_from_registry(observer), ImportanceObserver)
-
-
-def _regrouped(scheme: str, targets: Sequence[str] | None, group_size: int) -> Any:
-    from compressed_tensors.quantization import preset_name_to_scheme
-
-    found = preset_name_to_scheme(scheme, list(targets or ["Linear"]))
-    weights = found.weights
-    if weights is None or weights.strategy != "group" or weights.scale_dtype is not None:
-        raise typer.BadParameter(
-            f"--group-size does not apply to {scheme}, whose groups are fixed or missing"
-        )
-    changed = weights.model_copy(update={"group_size": group_size})
-    return found.model_copy(update={"weights": changed})

@@ -23,7 +23,9 @@ from steelyard.observers.fusion import fused_groups
 from steelyard.observers.helpers import check_strategy
 from steelyard.observers.importance import ImportanceObserver
 from steelyard.pipelines.attention import attention_group, cached_attention
+from steelyard.pipelines.group_sizes import indivisible_blocks, indivisible_groups
 from steelyard.pipelines.sequential import decoder_layers
+from steelyard.pipelines.unmatched import unmatched_ignores, unmatched_targets
 
 if TYPE_CHECKING:
     from steelyard.pipelines.plan import Plan, Planned
@@ -43,18 +45,14 @@ _EXPERT = re.compile(r"\.experts\.(\d+\.|\w+$)")
 def errors_of(plan: Plan, model: Any, modifiers: Sequence[Modifier]) -> Iterator[str]:
     """Yield what cannot work."""
     modules = dict(model.named_modules())
-    for target in (t for s in plan.config.config_groups.values() for t in s.targets):
-        if not _matches(modules, target):
-            yield f"the target {target!r} matches no module: look at its spelling"
+    targets = [t for s in plan.config.config_groups.values() for t in s.targets]
+    yield from unmatched_targets(modules, targets)
+    ignores = [*plan.config.ignore, *(i for g in gatherers_in(modifiers) for i in g.ignore)]
+    yield from unmatched_ignores(modules, ignores)
     for gatherer in gatherers_in(modifiers):
         if gatherer.save_to is not None and not _feeds_an_observer(gatherer, plan, modules):
             yield f"nothing would be saved to {gatherer.save_to}: {_IDLE}"
-        for target in gatherer.targets:
-            if not _matches(modules, target):
-                yield (
-                    f"the target {target!r} of IMatrixGatherer matches no module: look at its "
-                    "spelling"
-                )
+        yield from unmatched_targets(modules, gatherer.targets, " of IMatrixGatherer")
     yield from _other_sequences(model, modifiers)
     yield from _unstorable(plan)
     yield from _inputs_alone(plan)
@@ -67,23 +65,19 @@ def errors_of(plan: Plan, model: Any, modifiers: Sequence[Modifier]) -> Iterator
     bypass = any(
         isinstance(m, QuantizationModifier) and m.bypass_divisibility_checks for m in modifiers
     )
+    yield from indivisible_groups(plan, bypass)
+    if not bypass:
+        yield from indivisible_blocks(plan)
     for planned in plan.quantized:
         if 0 in planned.shape:
             yield f"{planned.name} has no weights, its shape is {planned.shape}; ignore it"
             continue
         yield from _too_few_rows(planned)
-        yield from _indivisible_groups(planned, bypass)
-        if not bypass:
-            yield from _indivisible_blocks(planned)
 
 
 def warnings_of(plan: Plan, model: Any, modifiers: Sequence[Modifier]) -> Iterator[str]:
     """Yield what works, but perhaps not as one thinks."""
     modules = dict(model.named_modules())
-    for pattern in plan.config.ignore:
-        usual = pattern == "lm_head"  # in every recipe, also where it is tied and so not there
-        if not usual and not _matches(modules, pattern):
-            yield f"{pattern!r} in ignore matches no module"
     for modifier in modifiers:
         if isinstance(modifier, QuantizationModifier):
             yield from modifier.idle_observers()
@@ -134,10 +128,6 @@ def _experts_in_transformers(plan: Plan) -> Iterator[str]:
 
 
 # -- matching ---------------------------------------------------------------------------------
-
-
-def _matches(modules: dict[str, Module], pattern: str) -> bool:
-    return any(is_match(name, module, pattern) for name, module in modules.items())
 
 
 def _feeds_an_observer(gatherer: IMatrixGatherer, plan: Plan, modules: dict[str, Module]) -> bool:
@@ -326,38 +316,6 @@ def _too_few_rows(planned: Planned) -> Iterator[str]:
 
 
 # -- sizes ------------------------------------------------------------------------------------
-
-
-def _indivisible_groups(planned: Planned, bypass: bool) -> Iterator[str]:
-    """compressed-tensors can neither store nor run part of a group, whatever a recipe bypasses."""
-    _, columns = planned.shape
-    useless = "; bypass_divisibility_checks lets blocks pass, but no format has part of a group"
-    for label, args in _args(planned.scheme):
-        grouped = args.strategy in ("group", "tensor_group") and label != "output"
-        if grouped and columns % (args.group_size or 1):
-            yield (
-                f"{planned.name}: {columns} columns cannot be cut into {label} groups of "
-                f"{args.group_size}; {_divisors(columns, args.group_size or 1)}, or ignore it"
-                f"{useless if bypass else ''}"
-            )
-
-
-def _indivisible_blocks(planned: Planned) -> Iterator[str]:
-    _, columns = planned.shape
-    weights = planned.scheme.weights
-    if weights is not None and weights.strategy == "block":
-        height, width = weights.block_structure
-        if columns % width:
-            yield (
-                f"{planned.name}: {columns} columns cannot be cut into blocks of {height} x "
-                f"{width}; choose another block_structure, ignore it, or, if your server takes "
-                "blocks that are cut off, set bypass_divisibility_checks"
-            )
-
-
-def _divisors(columns: int, wanted: int) -> str:
-    fitting = [g for g in (16, 32, 64, 128, 256) if columns % g == 0 and g != wanted]
-    return f"{', '.join(map(str, fitting))} would fit" if fitting else "use strategy channel"
 
 
 def _indivisible_in_parallel(plan: Plan) -> Iterator[str]:

@@ -27,6 +27,8 @@ from steelyard.modifiers.quantization.observers import (
 )
 from steelyard.modifiers.quantization.schemes import (
     args_problem,
+    group_size_problem,
+    regrouped,
     scheme_problems,
     shared_target,
 )
@@ -48,6 +50,11 @@ class QuantizationModifier(Modifier):
     scheme: str | dict[str, list[Target]] | None = Field(
         default=None,
         description="a preset of compressed-tensors such as W4A16, or presets with their targets",
+    )
+    group_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="columns that share a scale, for presets with groups of integers such as W4A16",
     )
     config_groups: dict[str, QuantizationScheme] | None = None
     kv_cache_scheme: QuantizationArgs | None = None
@@ -118,6 +125,7 @@ class QuantizationModifier(Modifier):
         if self.scheme is not None and self.config_groups is not None:
             raise ValueError("give either scheme or config_groups, not both")
         self._refuse_idle_targets()
+        self._refuse_idle_group_size()
         self._refuse_two_observers()
         if not self._groups() and self.kv_cache_scheme is None:
             raise ValueError(f"give one of {', '.join(self._ways)} and kv_cache_scheme")
@@ -134,6 +142,18 @@ class QuantizationModifier(Modifier):
         else:
             remedy = "kv_cache_scheme alone has none"
         raise ValueError(f"targets goes with one preset as the scheme: {remedy}")
+
+    def _refuse_idle_group_size(self) -> None:
+        if self.group_size is None:
+            return
+        if self.scheme is None:
+            raise ValueError(
+                "group_size goes with a preset as the scheme: write it into the weights of "
+                "config_groups"
+            )
+        for name in [self.scheme] if isinstance(self.scheme, str) else self.scheme:
+            if problem := group_size_problem(name):
+                raise ValueError(f"group_size {problem}")
 
     def _refuse_two_observers(self) -> None:
         chosen = [f"observer.{key}" for key in self.observer or ()]
@@ -157,7 +177,7 @@ class QuantizationModifier(Modifier):
             return dict(self.config_groups or {})
         by_name = {self.scheme: self.targets} if isinstance(self.scheme, str) else self.scheme
         return {
-            f"group_{i}": preset_name_to_scheme(name, targets)
+            f"group_{i}": regrouped(preset_name_to_scheme(name, targets), self.group_size)
             for i, (name, targets) in enumerate(by_name.items())
         }
 

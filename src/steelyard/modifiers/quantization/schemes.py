@@ -8,13 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationScheme,
+    preset_name_to_scheme,
+)
 
 from steelyard.errors import StrategyError
 from steelyard.modifiers.targets import check_target
 from steelyard.observers.checks import check_type
 
-__all__ = ["args_problem", "scheme_problems", "shared_target", "target_problem"]
+__all__ = [
+    "args_problem",
+    "group_size_problem",
+    "has_free_groups",
+    "regrouped",
+    "scheme_problems",
+    "shared_target",
+    "target_problem",
+]
 
 
 def target_problem(target: str) -> str | None:
@@ -33,6 +45,30 @@ def args_problem(args: QuantizationArgs) -> str | None:
     except StrategyError as error:
         return str(error)
     return None
+
+
+def has_free_groups(args: QuantizationArgs | None) -> bool:
+    """Whether the format leaves the group size open: groups of integers, not NVFP4's or MX's."""
+    return args is not None and args.strategy == "group" and args.type == "int"
+
+
+def group_size_problem(preset: str) -> str | None:
+    """Return why the groups of a preset cannot have another size.
+
+    >>> group_size_problem("NVFP4A16")
+    'does not apply to NVFP4A16, whose groups are fixed or missing'
+    """
+    if has_free_groups(preset_name_to_scheme(preset, ["Linear"]).weights):
+        return None
+    return f"does not apply to {preset}, whose groups are fixed or missing"
+
+
+def regrouped(scheme: QuantizationScheme, group_size: int | None) -> QuantizationScheme:
+    """Return a preset's scheme with groups of another size for its weights; None keeps them."""
+    if group_size is None or scheme.weights is None:
+        return scheme
+    changed = scheme.weights.model_copy(update={"group_size": group_size})
+    return scheme.model_copy(update={"weights": changed})
 
 
 def scheme_problems(scheme: QuantizationScheme) -> Iterator[str]:
