@@ -44,12 +44,11 @@ def show(value: object) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return what an error of a library says: its first line, printable and not long."""
+    """Return what an error of a library says, on one line, printable and not long."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    first = lines[0] if lines else type(error).__name__
-    if len(lines) > 2 and "validation error" in first:  # pydantic: a title, then place and reason
-        first = f"{lines[1]}: {lines[2]}"
-    if isinstance(error, (KeyError, AttributeError, TypeError, IndexError)):
-        first = f"{type(error).__name__}: {first}"
-    first = printable(first)
-    return first if len(first) <= LONGEST else f"{first[:LONGEST]}..."
+    if len(lines) > 2 and "validation error" in lines[0]:  # pydantic: a title, place and reason
+        lines = [f"{lines[1]}: {lines[2]}"]
+    text = printable(" ".join(lines)) or type(error).__name__
+    if isinstance(error, (LookupError, AttributeError, TypeError)) and lines:  # a word or two
+        text = f"{type(error).__name__}: {text}"
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."

@@ -14,7 +14,7 @@ from pathlib import Path
 from steelyard.checkpoint.header import mode_of, unreadable
 from steelyard.errors import CheckpointError
 
-__all__ = ["entries", "other_files"]
+__all__ = ["check_kinds", "entries", "other_files"]
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 _NOT_MODEL = {".git", ".cache"}  # what git and the hub's downloader leave beside a model
@@ -38,6 +38,15 @@ def other_files(folder: Path) -> list[Path]:
             elif not _is_weights(path) and _can_be_copied(path, root):
                 found.append(path.relative_to(folder))
     return sorted(found)
+
+
+def check_kinds(folder: Path) -> None:
+    """Refuse pipes and devices in a folder that a library will read; nothing if there is none."""
+    for path in entries(folder) if folder.is_dir() else ():
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise CheckpointError(
+                f"{path} is a pipe, a socket or a device, which no model needs; remove it"
+            )
 
 
 def _is_weights(path: Path) -> bool:

@@ -19,6 +19,7 @@ import typer
 from steelyard import errors
 from steelyard.cli.grouping import joined_lines
 from steelyard.cli.ranks import rank
+from steelyard.foreign import printable, reason_of
 
 __all__ = [
     "FAILED",
@@ -32,10 +33,11 @@ __all__ = [
 ]
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
+_LINE_END = "\n"
 
 _INVALID = re.compile(r"Invalid value(?: for '?(.+?)'?)?: (.*)", re.DOTALL)
 _USAGE = (errors.RecipeError, errors.PlanError, errors.OptionError, errors.UnknownNameError)
-_EXPECTED = (ValueError, RuntimeError, KeyError, AssertionError)
+_EXPECTED = (ValueError, RuntimeError)  # of a library; KeyError and the like are our own fault
 
 WORDS = {
     "overwrite=True": "--overwrite",
@@ -77,15 +79,16 @@ def explain(error: BaseException, show_traceback: bool = False) -> int:
     if getattr(error, "silent", False):  # another rank says it
         return code
     if show_traceback or message is None:
-        traceback.print_exception(error)
+        lines = "".join(traceback.format_exception(error))
+        print(printable(lines, keep="\n"), end="", file=sys.stderr)
     who = f"error (rank {rank()})" if rank() else "error"
     if message is None:
         message = (
-            f"{type(error).__name__}: {error}. This is a defect of Steelyard; please report it "
-            "with the lines above"
+            f"{type(error).__name__}: {reason_of(error)}. This is a defect of Steelyard; please "
+            "report it with the lines above"
         )
     sys.stdout.flush()
-    print(f"{who}: {message}", file=sys.stderr)
+    print(f"{who}: {printable(message, keep=_LINE_END)}", file=sys.stderr)
     return code
 
 
@@ -104,13 +107,12 @@ def _verdict(error: BaseException) -> tuple[int, str | None]:
         return FAILED, "there is not enough memory; use a machine that has more"
     if isinstance(error, ImportError):
         missing = (error.name or str(error)).split(".")[0]
-        return FAILED, f"{missing} cannot be imported ({error}); pip install {missing}"
+        return FAILED, f"{missing} cannot be imported ({reason_of(error)}); pip install {missing}"
     usage = typer.BadParameter.__mro__[1]  # click's, wherever this typer has it from
     if isinstance(error, usage):
         return USAGE, _usage(error)
     if isinstance(error, _EXPECTED):
-        first = " ".join(str(error).split()) or type(error).__name__
-        return FAILED, f"{first} (--traceback shows where)"
+        return FAILED, f"{reason_of(error)} (--traceback shows where)"
     return FAILED, None
 
 

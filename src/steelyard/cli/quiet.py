@@ -11,6 +11,7 @@ import sys
 import warnings
 
 from steelyard.cli.ranks import is_first
+from steelyard.foreign import printable
 
 __all__ = ["quiet"]
 
@@ -34,4 +35,4 @@ def _show(
 ) -> None:
     ours = issubclass(category, UserWarning) and "steelyard" in filename
     if ours and is_first():
-        print(f"warning: {message}", file=sys.stderr)
+        print(f"warning: {printable(str(message), keep=chr(10))}", file=sys.stderr)

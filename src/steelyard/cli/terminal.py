@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from steelyard.cli.ranks import is_first
+from steelyard.foreign import printable
 from steelyard.pipelines import words
 from steelyard.pipelines.words import size
 
@@ -48,6 +49,7 @@ def print_line(text: str = "", style: str | None = None) -> None:
     """Print a line that is never cut; its style shows on a terminal."""
     if not is_first():
         return
+    text = printable(text, keep="\n")
     if style is None or not sys.stdout.isatty():
         print(text)
         return
@@ -61,6 +63,7 @@ def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> Non
     """Print rows under their titles."""
     if not is_first():
         return
+    rows = [[printable(cell) for cell in row] for row in rows]
     if sys.stdout.isatty():
         _print_rich(columns, rows)
         return

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from steelyard.checkpoint.header import read_json
 from steelyard.errors import PipelineError
 from steelyard.evaluate.walking import Walk
+from steelyard.foreign import reason_of
 
 __all__ = ["check_pair", "check_tokenizers"]
 
@@ -60,8 +61,10 @@ def _vocabulary(folder: Path) -> Any:
     """Return what is numbered, and what it is numbered with."""
     path = folder / "tokenizer.json"
     try:
-        content = json.loads(path.read_text("utf-8"))
+        content = read_json(path, unique=False)
         added = {token["content"]: token["id"] for token in content.get("added_tokens") or ()}
         return content["model"]["vocab"], added
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise PipelineError(f"{path} cannot be read ({error!r}); download it again") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise PipelineError(
+            f"{path} cannot be read ({reason_of(error)}); download it again"
+        ) from error

@@ -10,14 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from steelyard.errors import DataError
-from steelyard.pipelines.data_tokens import RowReader
+from steelyard.foreign import reason_of
+from steelyard.pipelines.data_tokens import RowReader, columns_text
 
 __all__ = ["JsonLines", "Parquet", "TextFile", "optional"]
 
 BLOCK = 2**16  # characters of text that are tokenized at once
 SCAN = 2**24  # bytes that are searched for line ends at once
+LINE = 2**28  # bytes that a line of JSON may have
 
 Row = tuple[str, Any]
 """How errors call a row, and the row."""
@@ -105,14 +108,16 @@ class JsonLines:
 
     def __iter__(self) -> Iterator[Row]:
         with self._path.open("rb") as file:
-            for number, line in enumerate(file, 1):
+            number = 0
+            while line := file.readline(LINE + 1):
+                number += 1
                 yield self._row(line, number)
 
     def fetch(self, indices: Sequence[int]) -> Iterator[Row]:
         with self._path.open("rb") as file:
             for index in indices:
                 file.seek(int(self._starts[index]))
-                yield self._row(file.readline(), index + 1)
+                yield self._row(file.readline(LINE + 1), index + 1)
 
     @cached_property
     def _starts(self) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -131,12 +136,14 @@ class JsonLines:
         where = f"{self.name}:{number}"
         if not line.strip():
             return where, None
+        if len(line) > LINE:
+            raise DataError(f"{where}: the line has more than {LINE:,} bytes; cut its text")
         try:
             row = json.loads(line.decode("utf-8-sig"))
         except UnicodeDecodeError:
             raise DataError(f"{where}: not UTF-8 text") from None
-        except (json.JSONDecodeError, RecursionError) as error:
-            reason = getattr(error, "msg", "nested too deeply")
+        except (ValueError, RecursionError) as error:  # not JSON, or a number of 5,000 digits
+            reason = getattr(error, "msg", None) or reason_of(error)
             raise DataError(f"{where}: not JSON ({reason}); write one object per line") from None
         if not isinstance(row, dict):
             raise DataError(
@@ -152,16 +159,48 @@ class Parquet:
         self.name = str(path)
         parquet = optional("pyarrow.parquet", str(path))
         try:
-            self._file = parquet.ParquetFile(path)
-        except ValueError as error:  # pyarrow's ArrowInvalid is one
-            raise DataError(f"{path} is not a parquet file: {error}") from None
-        present = self._file.schema_arrow.names
+            present = parquet.ParquetFile(path).schema_arrow.names
+            # As stored, one value of many rows takes its memory once: a small file with a text of
+            # 500 MB in each of 1,000 rows would else end the process.
+            leaves = self._leaves(parquet.ParquetFile(path), columns)
+            self._file = parquet.ParquetFile(path, read_dictionary=leaves)
+        except (ValueError, OSError) as error:  # pyarrow's ArrowInvalid is one
+            raise DataError(f"{path} is not a parquet file: {reason_of(error)}") from None
         self._columns = [name for name in (*columns, "attention_mask") if name in present]
         if not any(name in present for name in columns):
             raise DataError(
                 f"{path}: none of the columns {', '.join(columns)} is there, only: "
-                f"{', '.join(present)}; name the one to read with text_column="
+                f"{columns_text(present)}; name the one to read with text_column="
             )
+        self._check_sizes()
+
+    @staticmethod
+    def _leaves(file: Any, columns: Sequence[str]) -> list[str]:
+        """Return the paths of texts within the columns."""
+        stored = (file.schema.column(i) for i in range(len(file.schema)))
+        return [
+            c.path
+            for c in stored
+            if c.physical_type == "BYTE_ARRAY" and c.path.split(".")[0] in columns
+        ]
+
+    def _check_sizes(self) -> None:
+        """Refuse a row group that does not fit into memory; pyarrow would end the process."""
+        metadata, most = self._file.metadata, psutil.virtual_memory().available // 4
+        for number in range(metadata.num_row_groups):
+            group = metadata.row_group(number)
+            chunks = (group.column(i) for i in range(group.num_columns))
+            size = sum(
+                c.total_uncompressed_size
+                for c in chunks
+                if c.path_in_schema.split(".")[0] in self._columns
+            )
+            if size > most:
+                raise DataError(
+                    f"{self.name}: row group {number} has {size:,} bytes in the columns that are "
+                    f"read, and there is memory for {most:,}; write the file with smaller row "
+                    "groups, or give a part of it"
+                )
 
     def __len__(self) -> int:
         return int(self._file.metadata.num_rows)
@@ -169,8 +208,8 @@ class Parquet:
     def __iter__(self) -> Iterator[Row]:
         index = 0
         for batch in self._file.iter_batches(batch_size=64, columns=self._columns):
-            for row in batch.to_pylist():
-                yield self._where(index), row
+            for i in range(batch.num_rows):
+                yield self._where(index), batch.slice(i, 1).to_pylist()[0]
                 index += 1
 
     def fetch(self, indices: Sequence[int]) -> Iterator[Row]:

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from steelyard.errors import DataError
+from steelyard.foreign import reason_of
 from steelyard.pipelines.data_files import JsonLines, Parquet, Row, TextFile, optional
 from steelyard.pipelines.data_tokens import RowReader
 
@@ -183,10 +184,9 @@ def _from_datasets(name: str, split: str | None, shuffle: bool) -> Source:
     except DataError:
         raise
     except Exception as error:  # many kinds: no such name, no network, a missing config
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise DataError(
-            f"the dataset {name!r} cannot be loaded: {reason}; where it needs more than a name "
-            "and a split, load it yourself and pass the object"
+            f"the dataset {name!r} cannot be loaded: {reason_of(error)}; where it needs more "
+            "than a name and a split, load it yourself and pass the object"
         ) from error
     return _collection(loaded, f"{name} ({split})")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -11,11 +11,15 @@ import numpy as np
 import torch
 
 from steelyard.errors import DataError
+from steelyard.foreign import printable, reason_of, show
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["RowReader", "unpadded"]
+__all__ = ["RowReader", "columns_text", "unpadded"]
+
+CHARACTERS = 32  # of a text that are tokenized at first, for each token that is kept
+SPARE = 16  # tokens beyond those kept: the last ones may change when the text goes on
 
 
 @dataclass(frozen=True)
@@ -61,9 +65,32 @@ class RowReader:
             yield self._checked(ids[: self.max_seq_length], where)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        # verbose: that a text is longer than the model's context is no news here
-        encoded = self.tokenizer(text, add_special_tokens=special, verbose=False)
-        return list(encoded["input_ids"])
+        """Return all token ids of a text."""
+        try:
+            # verbose: that a text is longer than the model's context is no news here
+            encoded = self.tokenizer(text, add_special_tokens=special, verbose=False)
+            return list(encoded["input_ids"])
+        except (KeyboardInterrupt, SystemExit, MemoryError):
+            raise
+        except BaseException as error:  # any kind, such as a panic of tokenizers
+            raise DataError(
+                f"the tokenizer does not encode the text {show(text)} ({reason_of(error)}); remove "
+                "it from the data, or look at the tokenizer's files"
+            ) from error
+
+    def _start(self, text: str, special: bool = True) -> list[int]:
+        """Return the token ids that are kept of a text, without reading on where it is long.
+
+        Token ids count as those of the whole text when twice as much of it starts with them too.
+        """
+        wanted, length = self.text_length, CHARACTERS * self.text_length
+        before: list[int] = []
+        while length < len(text):
+            ids = self.encode(text[:length], special)[: wanted + SPARE]
+            if len(ids) == wanted + SPARE and ids[:wanted] == before:
+                return before
+            before, length = ids[:wanted], 2 * length
+        return self.encode(text, special)[:wanted]
 
     # -- kinds of rows ----------------------------------------------------------------------
 
@@ -71,7 +98,7 @@ class RowReader:
         if isinstance(row, Mapping):
             yield from self._mapping(row, where)
         elif row is None or isinstance(row, str):
-            yield self._text(self.encode(row) if row and row.strip() else [])
+            yield self._text(self._start(row) if row and not row.isspace() else [])
         elif isinstance(row, (list, tuple)) and _is_chat(row):
             yield self._text(self._chat(row, where))
         elif isinstance(row, (list, tuple)) and row and not _is_number(row[0]):
@@ -92,7 +119,7 @@ class RowReader:
     def _mapping(self, row: Mapping[Any, Any], where: str) -> Iterator[torch.Tensor]:
         column = next((name for name in self.columns if name in row), None)
         if column is None:
-            found = ", ".join(map(str, row)) or "none"
+            found = columns_text(row)
             raise DataError(
                 f"{where}: none of the columns {', '.join(self.columns)} is there, only: {found}; "
                 "name the one to read with text_column="
@@ -109,11 +136,11 @@ class RowReader:
         try:
             text = self.tokenizer.apply_chat_template(list(messages), tokenize=False)
         except Exception as error:  # whatever a template raises about these messages
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise DataError(
-                f"{where}: the messages do not go through the tokenizer's chat template: {reason}"
+                f"{where}: the messages do not go through the tokenizer's chat template: "
+                f"{reason_of(error)}"
             ) from error
-        return self.encode(text, special=False)  # the template has written them
+        return self._start(text, special=False)  # the template has written them
 
     def _checked(self, ids: torch.Tensor, where: str) -> torch.Tensor:
         if ids.numel() == 0:
@@ -135,6 +162,16 @@ class RowReader:
                 "made with this model's tokenizer?"
             )
         return ids
+
+
+def columns_text(columns: Iterable[object]) -> str:
+    """Return the names of columns for a message.
+
+    >>> columns_text(["a", "b\\n"]), columns_text([])
+    ('a, b\\\\n', 'none')
+    """
+    names = [printable(str(name)[:50]) for name in columns]
+    return ", ".join(names[:20]) + (", ..." if len(names) > 20 else "") if names else "none"
 
 
 def unpadded(ids: torch.Tensor, mask: torch.Tensor, where: str) -> torch.Tensor:

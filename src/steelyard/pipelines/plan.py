@@ -19,6 +19,7 @@ from torch.nn import Embedding, Linear, Module
 from steelyard.checkpoint.layout import expected_tensors, format_of
 from steelyard.checkpoint.patterns import slow_pattern
 from steelyard.errors import PlanError
+from steelyard.foreign import printable
 from steelyard.modifiers import Modifier
 from steelyard.pipelines.attention import attention_group, cached_attention
 from steelyard.pipelines.plan_checks import errors_of, warnings_of
@@ -130,7 +131,7 @@ class Plan:
             )
         lines += [f"warning: {warning}" for warning in self.warnings]
         lines += [f"error: {error}" for error in self.errors]
-        return "\n".join(lines)
+        return "\n".join(printable(line) for line in lines)
 
 
 def make_plan(model: Any, config: QuantizationConfig, modifiers: Sequence[Modifier] = ()) -> Plan:

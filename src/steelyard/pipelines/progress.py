@@ -49,7 +49,7 @@ def progress(
     if unit == "bytes":
         counts = [DownloadColumn(), TransferSpeedColumn()]
     with Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         *counts,
         TimeElapsedColumn(),

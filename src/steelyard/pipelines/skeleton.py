@@ -7,6 +7,7 @@ is asked what it would save each as.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,13 @@ from torch.nn import Module, Parameter
 
 from steelyard.checkpoint import CheckpointView, Shards
 from steelyard.errors import PipelineError
+from steelyard.foreign import reason_of, show
 from steelyard.pipelines.own_forward import WITHOUT_DATA
 
 __all__ = ["build_skeleton", "encoder_refusal", "own_buffers", "parts_of"]
+
+MORE, SPARE = 4, 100_000  # parameters that a model may have: for each tensor of the files, and more
+_LAYERS = re.compile(r"^(n|num)_(\w+_)?(layers?|blocks)$|^(en|de)coder_layers$")
 
 
 def build_skeleton(
@@ -58,26 +63,40 @@ def _skeleton(folder: Path, shards: CheckpointView, trust_remote_code: bool) -> 
     """Build the model class with parameters that hold nothing."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    _check_layers(shards)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         if getattr(config, "quantization_config", None) is not None:  # which the view undoes
             del config.quantization_config
         dtype = _stored_dtype(config, shards)
         options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
-        with _parameters_on_meta():
+        with _parameters_on_meta(limit=MORE * len(shards) + SPARE):
             if _has_sdpa(config):
                 with contextlib.suppress(ValueError):  # a part of the model may not have it
                     return AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                         config, attn_implementation="sdpa", **options
                     )
             return AutoModelForCausalLM.from_config(config, **options)  # type: ignore[no-untyped-call]
-    except (ValueError, OSError, KeyError, ImportError) as error:
+    except (PipelineError, MemoryError):
+        raise
+    except Exception as error:  # any kind, where a setting in config.json has a wrong type
         kind = shards.config.get("model_type")
         raise PipelineError(
-            f"{folder} is a {kind!r}, for which transformers builds no causal language model "
-            f"({str(error).splitlines()[0][:120]}). Load the model with its own class and give "
-            "that; a recipe that needs no calibration data works from the files alone"
+            f"{folder} is a {show(kind)}, for which transformers builds no causal language model "
+            f"({reason_of(error)}). Look at config.json, or load the model with its own class and "
+            "give that; a recipe that needs no calibration data works from the files alone"
         ) from error
+
+
+def _check_layers(shards: CheckpointView) -> None:
+    """Refuse more layers than there are tensors: a configuration alone may take hours to build."""
+    parts = [shards.config, *(v for v in shards.config.values() if isinstance(v, dict))]
+    for key, value in (item for part in parts for item in part.items()):
+        if _LAYERS.search(key) and isinstance(value, (int, float)) and value > len(shards):
+            raise PipelineError(
+                f"{shards.folder / 'config.json'} has {key} {value:,}, but the files hold "
+                f"{len(shards):,} tensors; they are not of one model: download both again"
+            )
 
 
 def _keys(model: Any, shards: Shards) -> tuple[dict[str, str], dict[str, list[str]], list[str]]:
@@ -229,10 +248,19 @@ def _has_sdpa(config: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _parameters_on_meta() -> Iterator[None]:
+def _parameters_on_meta(limit: int) -> Iterator[None]:
+    """Let parameters that are made hold nothing; raise a PipelineError beyond `limit` of them."""
     register = Module.register_parameter
+    count = 0
 
     def on_meta(self: Module, name: str, parameter: Parameter | None) -> None:
+        nonlocal count
+        count += 1
+        if count > limit:
+            raise PipelineError(
+                f"config.json describes a model of more than {limit:,} parameters, which is not "
+                "what the files hold; look at the numbers of layers and experts in it"
+            )
         if parameter is not None and parameter.device.type != "meta":
             parameter = Parameter(parameter.detach().to("meta"), requires_grad=False)
         register(self, name, parameter)

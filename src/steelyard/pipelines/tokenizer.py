@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from steelyard.checkpoint.other_files import check_kinds
 from steelyard.errors import DataError
+from steelyard.foreign import reason_of
 from steelyard.pipelines.source import Source
 
 __all__ = ["tokenizer_of"]
@@ -24,9 +26,12 @@ def tokenizer_of(given: Any, source: Source, trust_remote_code: bool = False) ->
     folder = folder or getattr(source.model, "name_or_path", "") or None
     if folder is None:
         raise DataError("text must be tokenized, and the model came without: pass tokenizer=")
+    check_kinds(Path(folder))
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # any kind: files of wrong types, and panics of tokenizers
         if not trust_remote_code and "custom code" in str(error):
             raise DataError(
                 f"the tokenizer of {folder} is code that comes with the model, which is not run "
@@ -34,6 +39,6 @@ def tokenizer_of(given: Any, source: Source, trust_remote_code: bool = False) ->
                 "with trust_remote_code_model=True if you trust it"
             ) from None
         raise DataError(
-            f"{folder} has no tokenizer that loads ({str(error).splitlines()[0]}); pass "
+            f"{folder} has no tokenizer that loads ({reason_of(error)}); pass "
             "tokenizer=, or token ids as the dataset"
         ) from None
