@@ -76,12 +76,31 @@ def test_a_folder_that_is_not_to_be_replaced(tmp_path: Path) -> None:
     assert_close(read(tmp_path / "q"), before, rtol=0, atol=0)
 
 
-def test_tokenizer_that_a_script_saved_first_stays(tmp_path: Path) -> None:
+@pytest.mark.parametrize("before", ["model", "nothing"])
+def test_tokenizer_that_a_script_saved_first_stays(before: str, tmp_path: Path) -> None:
     """Scripts save the tokenizer before or after the model, and run twice."""
-    quantized(scheme="W4A16").save_pretrained(tmp_path / "q")
+    model = quantized(scheme="W8A8")
+    (tmp_path / "q").mkdir()
+    if before == "model":
+        model.save_pretrained(tmp_path / "q")
     (tmp_path / "q" / "tokenizer.json").write_text('{"version": "1.0"}')
-    quantized(scheme="W4A16").save_pretrained(tmp_path / "q")
+    (tmp_path / "q" / "chat_template.jinja").write_text("hello")
+    model.save_pretrained(tmp_path / "q")
     assert (tmp_path / "q" / "tokenizer.json").read_text() == '{"version": "1.0"}'
+    assert (tmp_path / "q" / "chat_template.jinja").read_text() == "hello"
+    assert_close(logits(loaded(tmp_path / "q")), logits(model), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["thesis.txt", "config.json", "run/events.log"])
+def test_other_folders_are_never_replaced(name: str, tmp_path: Path) -> None:
+    model = quantized(scheme="W8A8")
+    path = tmp_path / "q" / name
+    path.parent.mkdir(parents=True)
+    path.write_text("{}")
+    with pytest.raises(CheckpointError, match="not replaced"):
+        model.save_pretrained(tmp_path / "q")
+    assert path.read_text() == "{}" and len(list((tmp_path / "q").iterdir())) == 1
+    model.save_pretrained(tmp_path / "other")  # nothing is lost
 
 
 # -- formats --------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
-from steelyard.checkpoint.model_files import foreign_files, is_checkpoint
+from steelyard.checkpoint.model_files import foreign_files, is_checkpoint, is_tokenizer_file
+from steelyard.checkpoint.other_files import other_files
 from steelyard.errors import CheckpointError
 
 __all__ = ["check_apart", "check_output", "output_path"]
@@ -25,10 +26,12 @@ def output_path(given: str | Path) -> Path:
     return Path(given).resolve()
 
 
-def check_output(out: Path, overwrite: bool) -> None:
+def check_output(out: Path, overwrite: bool, keep_tokenizer: bool = False) -> None:
     """Refuse a place that cannot take a checkpoint, or holds something that must not be lost.
 
     Only an empty folder or, with `overwrite`, a checkpoint is replaced.
+
+    keep_tokenizer: its tokenizer will be kept, so a folder that holds nothing else may be replaced
     """
     if out == out.parent:
         raise CheckpointError(f"{out} is the root of all folders; choose a folder for the output")
@@ -42,7 +45,7 @@ def check_output(out: Path, overwrite: bool) -> None:
     if out.exists() and not out.is_dir():
         raise CheckpointError(f"{out} is a file; choose a folder for the output")
     if out.is_dir():
-        _check_replaceable(out, overwrite)
+        _check_replaceable(out, overwrite, keep_tokenizer)
     parent = out.parent
     while not parent.exists():
         parent = parent.parent
@@ -69,7 +72,7 @@ def _check_not_around(out: Path) -> None:
                 )
 
 
-def _check_replaceable(out: Path, overwrite: bool) -> None:
+def _check_replaceable(out: Path, overwrite: bool, keep_tokenizer: bool) -> None:
     if os.path.ismount(out):
         raise CheckpointError(
             f"{out} is a mount point, and cannot be replaced in one step; choose a folder "
@@ -81,6 +84,7 @@ def _check_replaceable(out: Path, overwrite: bool) -> None:
         foreign = [str(path) for path in islice(foreign_files(out), 4)]
         found = ", ".join(foreign[:3]) + (" and more" if len(foreign) > 3 else "")
         whole = is_checkpoint(out)
+        kept = keep_tokenizer and all(is_tokenizer_file(path) for path in other_files(out))
     except OSError as error:
         raise CheckpointError(
             f"{out} cannot be read ({error.strerror}), so it is not replaced; choose another folder"
@@ -90,12 +94,12 @@ def _check_replaceable(out: Path, overwrite: bool) -> None:
             f"{out} is not empty and holds {found}, not part of a checkpoint, so it is not "
             "replaced, even with overwrite=True; choose another folder, or move that away"
         )
-    if not whole:
+    if not whole and not kept:
         raise CheckpointError(
             f"{out} is not empty and has no config.json with weights beside it, so it is no "
             "checkpoint and is not replaced, even with overwrite=True; choose another folder"
         )
-    if not overwrite:
+    if not overwrite and not kept:
         raise CheckpointError(
             f"{out} is not empty; choose another folder, or replace what it holds with "
             "overwrite=True"

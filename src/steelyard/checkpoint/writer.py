@@ -25,6 +25,7 @@ from compressed_tensors.base import (
 )
 from compressed_tensors.quantization import QuantizationConfig
 
+from steelyard.checkpoint.model_files import is_tokenizer_file
 from steelyard.checkpoint.other_files import other_files
 from steelyard.checkpoint.place import check_apart, check_output, output_path
 from steelyard.checkpoint.shard_file import ShardFile, is_whole
@@ -42,6 +43,7 @@ class CheckpointWriter:
     """Write tensors, files and a config; use it as a context manager and end with `finish`.
 
     overwrite:       replace what `output_dir` holds, once the new checkpoint is complete
+    keep_tokenizer:  carry over a tokenizer that `output_dir` holds, where none was written
     max_shard_bytes: a shard holds at most this much, or one tensor that is larger
     source:          the checkpoint that is read meanwhile, and so must not be written over
     identity:        what the run is made of, by name, in JSON's types. With it `mark` records how
@@ -64,6 +66,7 @@ class CheckpointWriter:
         output_dir: str | Path,
         *,
         overwrite: bool = False,
+        keep_tokenizer: bool = False,
         max_shard_bytes: int = 5 * 10**9,
         source: Shards | str | Path | None = None,
         identity: dict[str, Any] | None = None,
@@ -72,6 +75,7 @@ class CheckpointWriter:
     ) -> None:
         self.output_dir = output_path(output_dir)
         self.overwrite = overwrite
+        self.keep_tokenizer = keep_tokenizer
         self.max_shard_bytes = max_shard_bytes
         self.identity = identity
         self.resume = resume
@@ -81,10 +85,10 @@ class CheckpointWriter:
         if source is not None:
             folder = source.folder if isinstance(source, Shards) else Path(source)
             check_apart(self.output_dir, folder.resolve())
-        check_output(self.output_dir, overwrite=True)
+        check_output(self.output_dir, True, keep_tokenizer)
         self.work = WorkFolder(self.output_dir)
         if self.ranks.is_first and not self._ended_unnoticed():
-            check_output(self.output_dir, self.overwrite)
+            check_output(self.output_dir, self.overwrite, self.keep_tokenizer)
         self._file: ShardFile | None = None  # the shard that is being written
         self._position = 0  # its number
         self._planned = False  # the caller says which shard a tensor belongs to
@@ -151,7 +155,9 @@ class CheckpointWriter:
             journals = [journal for journal in (self.work.read(),) if journal is not None]
         if not journals:
             self.work.clear()
-            check_output(self.output_dir, self.overwrite)  # an earlier run may have put it aside
+            check_output(
+                self.output_dir, self.overwrite, self.keep_tokenizer
+            )  # an earlier run may have put it aside
             self.partial.mkdir()
             return
         changed = list(differences(journals[0]["identity"], self.identity or {}))
@@ -345,12 +351,9 @@ class CheckpointWriter:
         """Copy what is not weights; what was written already, and config.json, stay as they are."""
         return self._carry(shards.folder, shards.other_files())
 
-    def carry_files(self, folder: Path, files: list[Path] | None = None) -> list[Path]:
-        """Copy what is not weights from a folder that need not hold any.
-
-        files: relative to the folder; None for all that are not weights
-        """
-        return self._carry(folder, other_files(folder) if files is None else files)
+    def carry_files(self, folder: Path) -> list[Path]:
+        """Copy what is not weights from a folder that need not hold any."""
+        return self._carry(folder, other_files(folder))
 
     def _carry(self, folder: Path, files: list[Path]) -> list[Path]:
         self._require_open()
@@ -399,6 +402,9 @@ class CheckpointWriter:
         if not self._shards:
             raise CheckpointError(f"no tensor was added to {self.output_dir}")
         self._record(self.progress, complete=False)
+        if self.keep_tokenizer and self.output_dir.is_dir():
+            there = other_files(self.output_dir)
+            self._carry(self.output_dir, [path for path in there if is_tokenizer_file(path)])
         (self.partial / CONFIG).write_text(_to_json(config), "utf-8")
         self._name_shards()
         for path in (*self.partial.rglob("*"), self.partial):
@@ -409,7 +415,7 @@ class CheckpointWriter:
         self._record(self.progress, complete=True)
         try:
             check_output(
-                self.output_dir, self.overwrite
+                self.output_dir, self.overwrite, self.keep_tokenizer
             )  # hours may have passed since the first time
             self.work.move_into_place()
         except (OSError, CheckpointError) as error:

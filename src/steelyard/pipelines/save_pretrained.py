@@ -95,9 +95,9 @@ def save_as_quantized(
             tokenizer,
             max_shard_bytes=shard_bytes,
             format=chosen,
+            keep_tokenizer=True,
         ) as output:
             output.add(source.model, "", None)
-            output.carry_tokenizer_from(Path(save_directory))
             output.finish(config, recipe, modules, plan, leave=leave)
 
     source.model.save_pretrained = save_pretrained

@@ -27,7 +27,6 @@ from steelyard.checkpoint import (
     quantization_config_dict,
     validate_checkpoint,
 )
-from steelyard.checkpoint.tokenizer_files import tokenizer_files
 from steelyard.distributed import Ranks
 from steelyard.errors import CheckpointInvalid, PipelineError
 from steelyard.observers.fusion import fused_groups
@@ -74,6 +73,7 @@ class Output:
         ranks: Ranks | None = None,
         max_shard_bytes: int = 5 * 10**9,
         format: str | None = None,
+        keep_tokenizer: bool = False,
     ) -> Iterator[Output]:
         if folder is None:
             yield cls(source, None, tokenizer)
@@ -81,6 +81,7 @@ class Output:
         with CheckpointWriter(
             folder,
             overwrite=overwrite,
+            keep_tokenizer=keep_tokenizer,
             max_shard_bytes=max_shard_bytes,
             source=source.origin,
             identity=identity,
@@ -307,11 +308,6 @@ class Output:
                 generation.save_pretrained(temporary)
                 self.writer.carry_files(Path(temporary))
         self._carry_tokenizer()
-
-    def carry_tokenizer_from(self, folder: Path) -> None:
-        """Keep the tokenizer that a script saved in the folder which is replaced."""
-        if self.writer is not None and folder.is_dir():
-            self.writer.carry_files(folder, tokenizer_files(folder))
 
     def _carry_tokenizer(self) -> None:
         """Write the tokenizer that was given, where the model came without."""
