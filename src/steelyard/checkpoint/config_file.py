@@ -37,6 +37,11 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"{path} has quantization_config {show(quantization)}, which is not an object; "
             "download it again, or remove it if the weights are not quantized"
         )
+    text = config.get("text_config")
+    if text is not None and not isinstance(text, dict):
+        raise CheckpointError(
+            f"{path} has text_config {show(text)}, which is not an object; download it again"
+        )
     return config
 
 

@@ -40,7 +40,7 @@ from steelyard.pipelines.source import Source
 from steelyard.pipelines.staged import BESIDE, holding_budget
 from steelyard.pipelines.statistics import RunStatistics
 from steelyard.pipelines.streaming import budget_of, jobs_of, restack
-from steelyard.pipelines.tokenizer import tokenizer_of
+from steelyard.pipelines.tokenizer import checked_tokenizer, tokenizer_of
 from steelyard.recipes import Recipe, load_recipe
 
 __all__ = ["oneshot"]
@@ -122,6 +122,7 @@ def oneshot(
         if streams
         else Source.open(model, model_revision, trust_remote_code_model)
     )
+    tokenizer = checked_tokenizer(tokenizer or processor, source, trust_remote_code_model)
     observe_only = source.shards is not None and output_dir is None and save_statistics is not None
     if source.shards is not None and output_dir is None and not (dry_run or observe_only):
         raise PlanError("output_dir is missing: where should the checkpoint go?")
@@ -177,7 +178,7 @@ def oneshot(
     elif needs_data:
         samples = load_samples(
             dataset,
-            tokenizer=lambda: tokenizer_of(tokenizer or processor, source, trust_remote_code_model),
+            tokenizer=lambda: tokenizer_of(tokenizer, source, trust_remote_code_model),
             num_calibration_samples=num_calibration_samples,
             max_seq_length=max_seq_length,
             batch_size=batch_size,
@@ -204,9 +205,7 @@ def oneshot(
         options |= run.decisions.importance.digests() | kept.digests()
         identity = identity_of(source.shards, loaded.text, options, tokens)
     given = restored_on_error(model) if result.model is not None else contextlib.nullcontext()
-    destination = Output.open(
-        source, output_dir, overwrite, tokenizer or processor, identity, resume, ranks
-    )
+    destination = Output.open(source, output_dir, overwrite, tokenizer, identity, resume, ranks)
 
     def leave_in(folder: Path) -> None:
         result.seconds = result.seconds or time.perf_counter() - started
@@ -248,7 +247,7 @@ def oneshot(
             loaded.text,
             result.modules,
             plan,
-            tokenizer or processor,
+            tokenizer,
             leave_in,
             first=ranks.is_first,
         )

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from steelyard.errors import PipelineError, SteelyardError
+from steelyard.foreign import LONGEST, printable
 
 __all__ = ["WITHOUT_DATA", "own_forward"]
 
@@ -34,7 +35,7 @@ def own_forward(model: Any, where: str, remedy: str) -> Iterator[None]:
     except Exception as error:
         if _is_ours(error):
             raise
-        said = " ".join(str(error).split())[:300].rstrip(".")
+        said = printable(" ".join(str(error).split()))[:LONGEST].rstrip(".")
         raise PipelineError(
             f"{type(model).__name__} cannot be calibrated: its own forward fails in {where} "
             f"({type(error).__name__}: {said}); {remedy}"

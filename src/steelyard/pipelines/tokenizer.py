@@ -10,7 +10,31 @@ from steelyard.errors import DataError
 from steelyard.foreign import reason_of
 from steelyard.pipelines.source import Source
 
-__all__ = ["tokenizer_of"]
+__all__ = ["checked_tokenizer", "tokenizer_of"]
+
+_FILES = ["*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja"]
+
+
+def checked_tokenizer(given: Any, source: Source, trust_remote_code: bool = False) -> Any:
+    """Return the tokenizer that was given, or the folder of one that loads.
+
+    given: an object, a folder, or a name on the hub, which is fetched; None stays None
+    """
+    if given is None or not isinstance(given, (str, Path)):
+        return given
+    folder = Path(given).expanduser()
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        try:
+            folder = Path(snapshot_download(str(given), allow_patterns=_FILES))
+        except Exception as error:
+            raise DataError(
+                f"the tokenizer {str(given)!r} is neither a folder here nor one that could be "
+                f"fetched ({reason_of(error)}); pass tokenizer= with the folder of one"
+            ) from None
+    tokenizer_of(folder, source, trust_remote_code)
+    return folder
 
 
 def tokenizer_of(given: Any, source: Source, trust_remote_code: bool = False) -> Any:
