@@ -70,6 +70,172 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 FAMILIES = list(CONFIGS)
 
+TWO = {**COMMON, "num_hidden_layers": 2}
+PLAIN = {key: value for key, value in TWO.items() if key != "num_key_value_heads"}
+EYES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+SIGHT = {**EYES, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+SEQ2SEQ = {
+    "vocab_size": 128,
+    "d_model": 64,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 128,
+    "decoder_ffn_dim": 128,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+}
+EXPERTS = {**TWO, "head_dim": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+# Classes that tie, rename, join or hide what the files hold: class, config class, its options.
+OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "bert": ("BertForMaskedLM", "BertConfig", PLAIN),
+    "modernbert": (
+        "ModernBertForMaskedLM",
+        "ModernBertConfig",
+        {**PLAIN, "cls_token_id": 1, "sep_token_id": 2},
+    ),
+    "whisper": (
+        "WhisperForConditionalGeneration",
+        "WhisperConfig",
+        {
+            **SEQ2SEQ,
+            "num_mel_bins": 16,
+            "max_source_positions": 32,
+            "max_target_positions": 32,
+            "suppress_tokens": None,
+            "begin_suppress_tokens": None,
+        },
+    ),
+    "bart": ("BartForConditionalGeneration", "BartConfig", SEQ2SEQ),
+    "t5": (
+        "T5ForConditionalGeneration",
+        "T5Config",
+        {
+            "vocab_size": 128,
+            "d_model": 64,
+            "d_kv": 16,
+            "d_ff": 128,
+            "num_layers": 2,
+            "num_heads": 4,
+            "decoder_start_token_id": 0,
+        },
+    ),
+    "llava": (
+        "LlavaForConditionalGeneration",
+        "LlavaConfig",
+        {
+            "text_config": {**TWO, "model_type": "llama"},
+            "vision_config": {**SIGHT, "model_type": "clip_vision_model"},
+            "image_token_index": 120,
+        },
+    ),
+    "mllama": (
+        "MllamaForConditionalGeneration",
+        "MllamaConfig",
+        {
+            "text_config": {
+                **TWO,
+                "cross_attention_layers": [1],
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            },
+            "vision_config": {
+                **EYES,
+                "num_global_layers": 1,
+                "attention_heads": 2,
+                "image_size": 28,
+                "patch_size": 14,
+                "vision_output_dim": 128,
+                "max_num_tiles": 1,
+                "supported_aspect_ratios": [[1, 1]],
+                "intermediate_layers_indices": [0],
+            },
+            "image_token_index": 120,
+        },
+    ),
+    "xlnet": (
+        "XLNetLMHeadModel",
+        "XLNetConfig",
+        {"vocab_size": 128, "d_model": 64, "n_layer": 2, "n_head": 4, "d_inner": 128},
+    ),
+    "rwkv": (
+        "RwkvForCausalLM",
+        "RwkvConfig",
+        {
+            "vocab_size": 128,
+            "hidden_size": 64,
+            "num_hidden_layers": 2,
+            "attention_hidden_size": 64,
+            "intermediate_size": 128,
+            "context_length": 64,
+        },
+    ),
+    "falcon": (
+        "FalconForCausalLM",
+        "FalconConfig",
+        {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
+    ),
+    "mamba2": (
+        "Mamba2ForCausalLM",
+        "Mamba2Config",
+        {
+            "vocab_size": 128,
+            "hidden_size": 64,
+            "num_hidden_layers": 2,
+            "state_size": 8,
+            "num_heads": 8,
+            "head_dim": 16,
+            "n_groups": 2,
+            "chunk_size": 8,
+        },
+    ),
+    "gemma3_vision": (
+        "Gemma3ForConditionalGeneration",
+        "Gemma3Config",
+        {
+            "text_config": {**TWO, "head_dim": 16},
+            "vision_config": SIGHT,
+            "mm_tokens_per_image": 4,
+            "image_token_index": 120,
+            "boi_token_index": 121,
+            "eoi_token_index": 122,
+        },
+    ),
+    "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", PLAIN),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", {**EXPERTS, "num_experts": 4}),
+    "minimax": (
+        "MiniMaxForCausalLM",
+        "MiniMaxConfig",
+        {**TWO, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "block_size": 8},
+    ),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeForCausalLM",
+        "Ernie4_5_MoeConfig",
+        {
+            **TWO,
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_intermediate_size": 64,
+            "moe_layer_start_index": 1,
+            "moe_num_shared_experts": 1,
+        },
+    ),
+}
+
+
+def other_model(family: str, **changes: Any) -> Any:
+    """Return a small model of one of `OTHERS`, in bf16."""
+    name, config, options = OTHERS[family]
+    torch.manual_seed(0)
+    model = getattr(transformers, name)(getattr(transformers, config)(**{**options, **changes}))
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data.mul_(3)
+    return model.to(torch.bfloat16).eval()
+
 
 def small_model(family: str, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Any:
     name, options = CONFIGS[family]

@@ -388,9 +388,9 @@ def test_experts_that_transformers_does_not_find_again(
 ) -> None:
     """As seen by loading them; int4 with packed words is found, see test_streaming."""
     small_model("qwen3_moe").save_pretrained(tmp_path / "m")
-    model = FilesModel(CheckpointView(tmp_path / "m"))
-    plan = plan_of(model, scheme=scheme, ignore=["lm_head", *ignore])
-    assert any("transformers does not load experts" in w for w in plan.warnings) == told
+    recipe = QuantizationModifier(scheme=scheme, ignore=["lm_head", *ignore])
+    plan = oneshot(tmp_path / "m", recipe, None, dry_run=True).plan
+    assert any("does not load experts" in w for w in plan.warnings) == told
 
 
 def test_fused_layers_of_different_types_with_one_scale() -> None:

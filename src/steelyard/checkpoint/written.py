@@ -19,7 +19,7 @@ from steelyard.checkpoint.layout import compressor_of, format_of, words_for
 from steelyard.checkpoint.shards import Shards
 from steelyard.errors import CheckpointError
 
-__all__ = ["PARAMETER", "WrittenCheckpoint"]
+__all__ = ["PARAMETER", "WrittenCheckpoint", "likely_class"]
 
 PARAMETER = re.compile(r"(weight|input|output)_(packed|scale|zero_point|global_scale|shape|g_idx)")
 _AT_ONCE = 1 << 22  # weights to decode
@@ -54,14 +54,17 @@ class WrittenCheckpoint:
         """The scheme of a module: by its name, else by a pattern, else by its likely class."""
         if any(match_name(module, entry) for entry in self.quantization.ignore or ()):
             return None
-        class_name = "Embedding" if _EMBEDDING.search(module.rpartition(".")[2]) else "Linear"
+        classes = [likely_class(module)]
+        if any(PARAMETER.fullmatch(local) for local in self.tensors[module]):
+            classes.append("Linear")  # a Linear may be called an embedding
         groups = self.quantization.config_groups.values()
         for scheme in sorted(groups, key=lambda s: module not in s.targets):
             if any(match_name(module, target) for target in scheme.targets):
                 return self._with_format(scheme)
-        for scheme in groups:
-            if class_name in scheme.targets:
-                return self._with_format(scheme)
+        for class_name in classes:
+            for scheme in groups:
+                if class_name in scheme.targets:
+                    return self._with_format(scheme)
         return None
 
     def _with_format(self, scheme: QuantizationScheme) -> QuantizationScheme:
@@ -145,3 +148,8 @@ class WrittenCheckpoint:
                     part[local] = stored[start // per : -(-stop // per)]
             decoded = compressor.decompress(part, scheme)
             yield start, torch.as_tensor(decoded["weight"]).float()
+
+
+def likely_class(module: str) -> str:
+    """Return the class that a module's name suggests: Embedding or Linear."""
+    return "Embedding" if _EMBEDDING.search(module.rpartition(".")[2]) else "Linear"

@@ -11,6 +11,7 @@ from steelyard.cli import options
 from steelyard.cli.grouping import joined_lines, matching
 from steelyard.cli.known import OBSERVERS, SCHEMES, completing, one_of
 from steelyard.cli.ranks import is_first
+from steelyard.cli.recipe import ignored_by
 from steelyard.cli.terminal import Column, number, print_document, print_line, print_table
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def compare(
         model,
         stored,
         chosen,
-        ignore=[name for name in (["lm_head"] if ignore is None else ignore) if name],
+        ignore=ignored_by(ignore),
         keep=keep,
         layers=layers,
         show_progress=None if is_first() else False,

@@ -134,7 +134,8 @@ Ignore = Annotated[
         "--ignore",
         metavar="NAME",
         help="A module, a class, or re: and an expression, that stays as it is; may be repeated. "
-        "Without it: lm_head. An empty one ignores nothing.",
+        "The output head (lm_head) stays too, unless --targets names it; an empty one ignores "
+        "nothing.",
         show_default=False,
     ),
 ]

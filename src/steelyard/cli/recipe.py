@@ -7,10 +7,10 @@ from typing import Any
 
 import typer
 
-__all__ = ["recipe_from"]
+__all__ = ["ignored_by", "recipe_from"]
 
 DEFAULT_OBSERVER = "optimal"
-DEFAULT_IGNORE = ("lm_head",)
+HEAD = "lm_head"
 
 
 def recipe_from(
@@ -48,7 +48,7 @@ def recipe_from(
     from steelyard.modifiers.quantization.schemes import group_size_problem
 
     options: dict[str, Any] = {
-        "ignore": [name for name in (ignore or DEFAULT_IGNORE) if name],
+        "ignore": ignored_by(ignore, targets),
         "weight_observer": observer or DEFAULT_OBSERVER,
         "scheme": scheme,
     }
@@ -70,6 +70,19 @@ def recipe_from(
     if weigh and not made.needs_data and _weighs(options["weight_observer"]):
         return [IMatrixGatherer(ignore=options["ignore"]), made]
     return made
+
+
+def ignored_by(ignore: Sequence[str] | None, targets: Sequence[str] | None = None) -> list[str]:
+    """Return what `--ignore` names, and the output head unless a target names it.
+
+    An empty name leaves the head out of it.
+    """
+    from compressed_tensors.utils.match import match_name
+
+    given = [name for name in ignore or () if name]
+    named = any(match_name(n, t) for t in targets or () for n in (HEAD, f"language_model.{HEAD}"))
+    wanted = named or "" in (ignore or ()) or HEAD in given
+    return given if wanted else [HEAD, *given]
 
 
 def _weighs(observer: str) -> bool:

@@ -29,6 +29,7 @@ from steelyard.pipelines.data_limits import check_numbers, learned_positions
 from steelyard.pipelines.gptq import moment_bytes, waiting_bytes
 from steelyard.pipelines.identity import digest_of, identity_of
 from steelyard.pipelines.plan import Left, Plan, make_plan
+from steelyard.pipelines.planned_files import planned_loading
 from steelyard.pipelines.restoring import restored_on_error
 from steelyard.pipelines.result import Result
 from steelyard.pipelines.run import Run, model_device
@@ -133,6 +134,8 @@ def oneshot(
     plan.errors += _taken_names(plan, source)
     if loaded.needs_data and statistics is None:
         plan.errors += unrunnable(source, pipeline)
+    if not plan.errors:
+        plan.warnings += planned_loading(source, config, plan)
     _note_unknown(plan, source)
     text_config = source.model.config.get_text_config()
     plan.layers = getattr(text_config, "num_hidden_layers", 1)
@@ -218,7 +221,8 @@ def oneshot(
             run.stream()
         else:
             source.model.eval()
-            apply_schemes(source.model, config)
+            left = [*config.ignore, *(item.name for item in plan.left)]
+            apply_schemes(source.model, config.model_copy(update={"ignore": left}))
             # until its calibration, a module runs as it is
             source.model.apply(disable_quantization)
             kept.check(source.model, run.decisions.importance, result.notes)

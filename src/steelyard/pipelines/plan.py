@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
-from compressed_tensors.utils.match import is_match, match_targets
-from torch.nn import Embedding, Linear, Module
+from torch.nn import Embedding, Linear, Module, MultiheadAttention
 
 from steelyard.checkpoint.layout import expected_tensors, format_of
 from steelyard.checkpoint.patterns import slow_pattern
@@ -22,6 +21,7 @@ from steelyard.errors import PlanError
 from steelyard.foreign import printable
 from steelyard.modifiers import Modifier
 from steelyard.pipelines.attention import attention_group, cached_attention
+from steelyard.pipelines.matching import hits_of, ignoring
 from steelyard.pipelines.plan_checks import errors_of, warnings_of
 from steelyard.pipelines.words import duration, size
 
@@ -145,20 +145,22 @@ def make_plan(model: Any, config: QuantizationConfig, modifiers: Sequence[Modifi
     targets = {t: s for s in config.config_groups.values() for t in s.targets}
     groups = {id(s): name for name, s in config.config_groups.items()}
     owners: dict[int, str] = {}  # of parameters, the first of those that share one
+    uncalled = _uncalled(model)
     for name, module in model.named_modules():
-        ignored = next((i for i in config.ignore if is_match(name, module, i)), None)
-        hits = list(match_targets(name, module, list(targets))) if targets else []
-        if isinstance(module, (Linear, Embedding)) and hits and ignored is None:
+        hits = hits_of(model, name, module, list(targets)) if targets else []
+        ignored = ignoring(model, name, module, config.ignore, hits)
+        planned = isinstance(module, (Linear, Embedding)) and module not in uncalled
+        if planned and hits and ignored is None:
             scheme = targets[hits[0]]
             if scheme.weights is None and scheme.input_activations is None:
                 continue
-            weight = module.weight
+            weight: Any = module.weight
             rows, columns = weight.shape
             plan.quantized.append(
                 Planned(name, (rows, columns), weight.dtype, scheme, groups[id(scheme)])
             )
         else:
-            plan.left += _left(name, module, hits, ignored, owners)
+            plan.left += _left(name, module, hits, ignored, owners, module in uncalled)
         for parameter in module._parameters.values():
             owners.setdefault(id(parameter), name)
     if config.kv_cache_scheme is not None or targets:
@@ -183,13 +185,20 @@ def _refuse_slow_patterns(
     for modifier in modifiers:
         more = getattr(modifier, "sequential_targets", None) or ()
         patterns += [*modifier.targets, *modifier.ignore, *more]
-    problem = slow_pattern(patterns, [name for name, _ in model.named_modules()])
+    names = [name for name, _ in model.named_modules()]
+    names += getattr(model, "class_names", {}).values()
+    problem = slow_pattern(patterns, names)
     if problem is not None:
         raise PlanError(problem)
 
 
 def _left(
-    name: str, module: Module, hits: list[str], ignored: str | None, owners: dict[int, str]
+    name: str,
+    module: Module,
+    hits: list[str],
+    ignored: str | None,
+    owners: dict[int, str],
+    uncalled: bool,
 ) -> Iterator[Left]:
     for leaf, parameter in module._parameters.items():
         if parameter is None or parameter.ndim < 2:
@@ -202,11 +211,19 @@ def _left(
             reason = f"a {parameter.ndim}-D parameter; only 2-D weights of Linear are quantized"
         elif ignored is not None:
             reason = f"ignored by {ignored!r}"
+        elif uncalled:
+            reason = "MultiheadAttention does not call it, but reads its weight"
         elif hits:
             reason = f"{type(module).__name__} is not a Linear or Embedding"
         else:
             reason = f"no target matches {type(module).__name__}"
         yield Left(whole, tuple(parameter.shape), nbytes, reason)
+
+
+def _uncalled(model: Any) -> set[Module]:
+    """Return the layers inside torch's own attention, which takes their weights and no more."""
+    attention = [m for m in model.modules() if isinstance(m, MultiheadAttention)]
+    return {child for each in attention for child in each.children()}
 
 
 def _attention_modules(model: Any, config: QuantizationConfig) -> list[str]:

@@ -5,7 +5,6 @@ Each check yields one sentence per problem, with the module and the remedy.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +23,8 @@ from steelyard.observers.helpers import check_strategy
 from steelyard.observers.importance import ImportanceObserver
 from steelyard.pipelines.attention import attention_group, cached_attention
 from steelyard.pipelines.group_sizes import indivisible_blocks, indivisible_groups
+from steelyard.pipelines.matching import by_all_names
+from steelyard.pipelines.model_class import tied_modules
 from steelyard.pipelines.sequential import decoder_layers
 from steelyard.pipelines.unmatched import unmatched_ignores, unmatched_targets
 
@@ -39,20 +40,20 @@ _IDLE = (
     "IMatrixGatherer gathers for nothing, since no weight that it targets has an observer that "
     "uses importance: choose optimal or imatrix_mse as the weight_observer, or leave it out"
 )
-_EXPERT = re.compile(r"\.experts\.(\d+\.|\w+$)")
 
 
 def errors_of(plan: Plan, model: Any, modifiers: Sequence[Modifier]) -> Iterator[str]:
     """Yield what cannot work."""
     modules = dict(model.named_modules())
+    named = by_all_names(model)
     targets = [t for s in plan.config.config_groups.values() for t in s.targets]
-    yield from unmatched_targets(modules, targets)
+    yield from unmatched_targets(named, targets)
     ignores = [*plan.config.ignore, *(i for g in gatherers_in(modifiers) for i in g.ignore)]
-    yield from unmatched_ignores(modules, ignores)
+    yield from unmatched_ignores(named, ignores)
     for gatherer in gatherers_in(modifiers):
         if gatherer.save_to is not None and not _feeds_an_observer(gatherer, plan, modules):
             yield f"nothing would be saved to {gatherer.save_to}: {_IDLE}"
-        yield from unmatched_targets(modules, gatherer.targets, " of IMatrixGatherer")
+        yield from unmatched_targets(named, gatherer.targets, " of IMatrixGatherer")
     yield from _other_sequences(model, modifiers)
     yield from _unstorable(plan)
     yield from _inputs_alone(plan)
@@ -91,8 +92,21 @@ def warnings_of(plan: Plan, model: Any, modifiers: Sequence[Modifier]) -> Iterat
             f"{len(stacked)} stacked weights such as {stacked[0].name} {stacked[0].shape} are not "
             f"quantized; they are {share:.0%} of the model"
         )
-    yield from _experts_in_transformers(plan)
+    yield from _inferred_from_names(plan, model)
     yield from _indivisible_in_parallel(plan)
+
+
+def _inferred_from_names(plan: Plan, model: Any) -> Iterator[str]:
+    """Modules of files that no class of transformers vouches for."""
+    inferred = getattr(model, "inferred", lambda name: False)
+    names = [planned.name for planned in plan.quantized if inferred(planned.name)]
+    if names:
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        because = model.unknown or f"{type(model.known.model).__name__} does not have them"
+        yield (
+            f"{shown} were taken for Linear from their names alone: {because}. Ignore those that "
+            "are not"
+        )
 
 
 def _other_sequences(model: Any, modifiers: Sequence[Modifier]) -> Iterator[str]:
@@ -111,20 +125,6 @@ def _other_sequences(model: Any, modifiers: Sequence[Modifier]) -> Iterator[str]
                     f"sequential_targets has {target!r}, but what runs one after another are the "
                     f"decoder's layers: {type(layer).__name__}, or leave it out"
                 )
-
-
-def _experts_in_transformers(plan: Plan) -> Iterator[str]:
-    """Experts that transformers 5, which joins them, does not find again in some schemes."""
-    quantized = [p for p in plan.quantized if _EXPERT.search(p.name)]
-    left = [item for item in plan.left if _EXPERT.search(item.name)]
-    formats = {format_of(p.scheme) for p in quantized or plan.quantized}
-    known = {"float-quantized", "pack-quantized"} if quantized else {"float-quantized"}
-    if (quantized or left) and not formats <= known:
-        yield (
-            f"transformers does not load experts that are {'' if quantized else 'left beside '}"
-            f"{', '.join(sorted(formats - known))}, such as {(quantized or left)[0].name}: it "
-            "would start them anew; what is stored is right"
-        )
 
 
 # -- matching ---------------------------------------------------------------------------------
@@ -261,16 +261,12 @@ def _no_scheme_for_attention(scheme: QuantizationScheme) -> str | None:
 
 
 def _tied(model: Any, plan: Plan) -> Iterator[str]:
-    tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
-    pairs = {(a.removesuffix(".weight"), b.removesuffix(".weight")) for a, b in tied.items()}
-    quantized = {p.name for p in plan.quantized}
-    for pair in pairs:
-        for name, other in (pair, pair[::-1]):
-            if name in quantized:
-                yield (
-                    f"{name} shares its weight with {other}; add it to ignore, or untie them "
-                    "(tie_word_embeddings=False) and save the model first"
-                )
+    tied = tied_modules(model)
+    for name in sorted({p.name for p in plan.quantized} & tied.keys()):
+        yield (
+            f"{name} shares its weight with {tied[name]}; add it to ignore, or untie them "
+            "(tie_word_embeddings=False) and save the model first"
+        )
 
 
 def _half_fused(modules: dict[str, Module], plan: Plan) -> Iterator[str]:

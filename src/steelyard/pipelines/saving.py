@@ -8,33 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from compressed_tensors.quantization import (
-    QuantizationConfig,
-    QuantizationScheme,
-    QuantizationStatus,
-)
-from compressed_tensors.utils.match import match_name
+from compressed_tensors.quantization import QuantizationConfig
 from torch.nn import Module
 
-from steelyard.checkpoint import (
-    CheckpointWriter,
-    format_of,
-    quantization_config_dict,
-    validate_checkpoint,
-)
+from steelyard.checkpoint import CheckpointWriter, Shards, validate_checkpoint
 from steelyard.distributed import Ranks
 from steelyard.errors import CheckpointInvalid, PipelineError
 from steelyard.observers.fusion import fused_groups
-from steelyard.pipelines.attention import implied_cache_scheme
+from steelyard.pipelines.class_loading import loading_problems
 from steelyard.pipelines.packed import DENSE, Packed, pack_module
 from steelyard.pipelines.plan import Plan
 from steelyard.pipelines.skeleton import own_buffers, parts_of
 from steelyard.pipelines.source import Source
+from steelyard.pipelines.written_config import written_config
 
 __all__ = ["Output"]
 
@@ -229,25 +221,12 @@ class Output:
             self._carry_tokenizer()
         else:
             self._carry_from_model()
-        content = self.source.config()
         self.writer.write_text("recipe.yaml", recipe)
         if self.format == DENSE:  # there is no scheme to hold it against, and no report of one
+            content = self.source.config()
             content.pop("quantization_config", None)
             return self.writer.finish(content)
-        groups = {
-            name: scheme.model_copy(update={"format": self._format_of(scheme)})
-            for name, scheme in config.config_groups.items()
-        }
-        config = config.model_copy(
-            update={
-                "config_groups": groups,
-                "kv_cache_scheme": implied_cache_scheme(self.source.model, config),
-                "ignore": self._ignored(config),
-                "quantization_status": QuantizationStatus.COMPRESSED,
-                "format": _overall_format(groups.values()),
-            }
-        )
-        content["quantization_config"] = quantization_config_dict(config)
+        content = written_config(self.source, config, plan, self.plain, self.format)
         reported = {
             self.source.module_key(name): m.error
             for name, m in modules.items()
@@ -263,6 +242,11 @@ class Output:
                 allow_negative=_negative(config),
                 dtypes={self.source.module_key(p.name): p.dtype for p in plan.quantized},
             )
+            unexpected = _unexpected(folder, content, plan)
+            if self.format is None:
+                problems += unexpected
+            elif unexpected:  # the plan was made for another format
+                warnings.warn("; ".join(unexpected), stacklevel=2)
             if problems:
                 listed = "\n".join(f"  - {problem}" for problem in problems)
                 raise CheckpointInvalid(
@@ -273,27 +257,6 @@ class Output:
                 leave(folder)
 
         return self.writer.finish(content, check)
-
-    def _format_of(self, scheme: QuantizationScheme) -> str:
-        chosen = self.format if scheme.weights is not None else None
-        return chosen or format_of(scheme)
-
-    def _ignored(self, config: QuantizationConfig) -> list[str]:
-        """Name every matrix that is not quantized: a server sees classes, not what we left out.
-
-        Its classes need not be ours: experts that transformers joins are Linear layers there.
-        """
-        modules = dict(self.source.model.named_modules())
-        names = {self.source.module_key(name): name for name in modules}
-        found = list(config.ignore)
-        for name in self.plain:
-            module = modules[names[name]] if name in names else None
-            if isinstance(module, torch.nn.Embedding):
-                continue
-            known = any(match_name(name, pattern) for pattern in config.ignore)
-            if not known:
-                found.append(name)
-        return found
 
     def _carry_from_model(self) -> None:
         """Write what belongs to a model beside its weights: that of its folder, else its own."""
@@ -322,11 +285,11 @@ class Output:
             self.writer.carry_files(Path(temporary))
 
 
-def _overall_format(schemes: Iterable[QuantizationScheme]) -> str:
-    formats = {str(scheme.format) for scheme in schemes}
-    if not formats:
-        return DENSE
-    return formats.pop() if len(formats) == 1 else "mixed-precision"
+def _unexpected(folder: Path, content: Mapping[str, Any], plan: Plan) -> list[str]:
+    """Return what keeps transformers from loading the checkpoint, but for what the plan said."""
+    with Shards(folder) as written:
+        specs = {name: (written.info(name).dtype, written.info(name).shape) for name in written}
+    return [each for each in loading_problems(content, specs) if each not in plan.warnings]
 
 
 def _negative(config: QuantizationConfig) -> bool:

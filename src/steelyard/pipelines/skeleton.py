@@ -20,7 +20,7 @@ from steelyard.errors import PipelineError
 from steelyard.foreign import reason_of, show
 from steelyard.pipelines.own_forward import WITHOUT_DATA
 
-__all__ = ["build_skeleton", "encoder_refusal", "own_buffers", "parts_of"]
+__all__ = ["build_skeleton", "encoder_refusal", "own_buffers", "parts_of", "saved_as"]
 
 MORE, SPARE = 4, 100_000  # parameters that a model may have: for each tensor of the files, and more
 _LAYERS = re.compile(r"^(n|num)_(\w+_)?(layers?|blocks)$|^(en|de)coder_layers$")
@@ -142,9 +142,14 @@ def _keys(model: Any, shards: Shards) -> tuple[dict[str, str], dict[str, list[st
 
 def parts_of(model: Any, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return what transformers would save a tensor of the model as."""
+    return saved_as(model, {name: tensor})
+
+
+def saved_as(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return what transformers would save tensors of the model as, by the files' names."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    parts: dict[str, torch.Tensor] = revert_weight_conversion(model, {name: tensor})
+    parts: dict[str, torch.Tensor] = revert_weight_conversion(model, tensors)
     return parts
 
 

@@ -104,6 +104,12 @@ class Source:
         known = {*self.keys.values(), *(name for names in self.joined.values() for name in names)}
         return [] if self.shards is None else [n for n in self.shards.names() if n not in known]
 
+    def class_modules(self) -> dict[str, Module]:
+        """Return the modules of the model class by its own names; none where it is not known."""
+        if isinstance(self.model, FilesModel):
+            return {} if self.model.known is None else self.model.known.modules
+        return dict(self.model.named_modules())
+
     def key(self, name: str) -> str:
         """Return the name that the source has for a tensor of the model."""
         if name in self.keys:

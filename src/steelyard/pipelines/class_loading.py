@@ -1,0 +1,174 @@
+"""Whether transformers would load a quantized checkpoint, asked before it is written and after.
+
+Its class is built on the meta device with the written config. Every tensor of the files must have a
+place in it and every parameter of it a tensor, unless it is tied; and the class must be able to do
+without the weights that are packed. Nothing is read but names, types and shapes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+from compressed_tensors.utils.match import is_match, match_targets
+from torch.nn import Embedding, Linear
+
+from steelyard.checkpoint.layout import expected_tensors, format_of
+from steelyard.checkpoint.written import PARAMETER
+from steelyard.pipelines.model_class import ModelClass, NoModelClass
+
+__all__ = ["loading_problems"]
+
+Specs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+"""Tensors of a checkpoint: type and shape by name."""
+
+_BOTH = "The scheme FP8_DYNAMIC loads in both"
+
+
+def loading_problems(config: Mapping[str, Any], tensors: Specs) -> list[str]:
+    """Return what keeps transformers from loading a checkpoint, a sentence each.
+
+    config: as config.json has it, with the quantization_config
+    A model that transformers does not know has none: there is no class to hold it against.
+    """
+    try:
+        known = ModelClass.of(config, {_plain(name) for name in tensors})
+    except NoModelClass:
+        return []
+    import transformers
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    content = config["quantization_config"]
+    quantizer = AutoHfQuantizer.from_config(dict(content), pre_quantized=True)
+    quantizer.validate_environment(device_map=None)
+    schemes = _schemes(known, QuantizationConfig.model_validate(content))
+    problems = [
+        *_places(known, tensors, quantizer, schemes),
+        *_initialization(known, schemes),
+    ]
+    return [f"transformers {transformers.__version__} {problem}" for problem in problems]
+
+
+def _plain(name: str) -> str:
+    """Return the name that the weight of a quantized module had."""
+    module, _, leaf = name.rpartition(".")
+    return f"{module}.weight" if PARAMETER.fullmatch(leaf) and leaf != "weight" else name
+
+
+def _schemes(known: ModelClass, config: QuantizationConfig) -> dict[str, QuantizationScheme]:
+    """Return the scheme that compressed-tensors gives each module of the class."""
+    targets = {t: s for s in config.config_groups.values() for t in s.targets}
+    found = {}
+    for name, module in known.modules.items():
+        if isinstance(module, (Linear, Embedding)) and not is_match(name, module, config.ignore):
+            hits = match_targets(name, module, list(targets))
+            if hits:
+                found[name] = targets[hits[0]]
+    return found
+
+
+def _places(
+    known: ModelClass, tensors: Specs, quantizer: Any, schemes: Mapping[str, QuantizationScheme]
+) -> Iterator[str]:
+    """Tensors without a place in the class, and places without a tensor."""
+    expected: dict[str, tuple[int, ...]] = {n: tuple(t.shape) for n, t in known.tensors.items()}
+    for name, scheme in schemes.items():
+        weight: Any = known.modules[name].weight
+        del expected[f"{name}.weight"]
+        for leaf, (_, shape) in expected_tensors(scheme, weight.shape, weight.dtype).items():
+            expected[f"{name}.{leaf}"] = shape
+    places, converted = known.find_places(tensors, quantizer)
+    joined = {name.removesuffix("weight") for name in known.converted}
+    stray = [n for n in tensors if n not in converted and places.get(n) not in expected]
+    experts = [n for n in stray if f"{n.rpartition('.')[0]}." in joined and _matters(n)]
+    experts += [n for n in converted if not _broadcasts(n, tensors)]
+    if experts:
+        kind = "experts" if "expert" in experts[0] else "layers that its class joins"
+        yield (
+            f"does not load {kind} as they are stored here, such as "
+            f"{experts[0].rpartition('.')[0]}: it would start them anew; vLLM reads them one by "
+            f"one. {_BOTH}"
+        )
+    ours = {name for name in tensors if _plain(name) in known.places}
+    others = [name for name in stray if name in ours]
+    if others:
+        yield f"has no place for {_some(others)}. {_BOTH}, or ignore the module"
+    gone = set(known.missing())
+    unfilled = [n for n in known.unfilled(expected, places, converted) if n not in gone]
+    if unfilled and not experts:
+        yield f"would start {_some(unfilled)} anew, which no tensor fills. {_BOTH}, or ignore it"
+    for name, place in places.items():
+        if place in expected and expected[place] != tuple(tensors[name][1]):
+            yield (
+                f"expects {expected[place]} for {place}, but {name} is {tuple(tensors[name][1])}; "
+                "config.json and the files are not of one model"
+            )
+
+
+def _broadcasts(name: str, tensors: Specs) -> bool:
+    """Whether a scale multiplies its weight as it is, which transformers does with fp8 experts."""
+    weight = tensors.get(name.removesuffix("_scale"))
+    if not name.endswith(".weight_scale") or weight is None:
+        return True
+    pairs = zip(reversed(tensors[name][1]), reversed(weight[1]), strict=False)
+    return all(size in (1, whole) for size, whole in pairs)
+
+
+def _matters(name: str) -> bool:
+    """Whether a tensor is needed to decode a weight; static inputs only speed a server up."""
+    return not name.rpartition(".")[2].startswith(("input_", "output_"))
+
+
+def _initialization(known: ModelClass, schemes: Mapping[str, QuantizationScheme]) -> Iterator[str]:
+    """Classes that want the weight of a packed module while they are loaded."""
+    packed = [n for n, s in schemes.items() if s.weights is not None and _is_packed(s)]
+    parts = dict(known.model.named_modules())
+    from transformers import PreTrainedModel
+
+    owner: dict[str, Any] = {}  # the model that starts a module's weights
+    for name, module in parts.items():
+        above = owner.get(name.rpartition(".")[0], known.model)
+        owner[name] = module if isinstance(module, PreTrainedModel) else above
+    tried: set[tuple[type, type, bool]] = set()
+    with _without_weights(known, packed):
+        for name, module in parts.items():
+            kind = (type(owner[name]), type(module), name in schemes)
+            if kind in tried:
+                continue
+            tried.add(kind)
+            try:
+                with torch.no_grad():
+                    owner[name]._init_weights(module)
+            except AttributeError as error:
+                if "weight" in str(error):
+                    yield (
+                        f"cannot load packed weights of a {type(known.model).__name__}: it looks "
+                        f"for a weight of {name} that is packed ({error}); vLLM has classes of its "
+                        f"own. {_BOTH}"
+                    )
+                    return
+            except Exception:  # on the meta device a class may fail where it else does not
+                continue
+
+
+def _is_packed(scheme: QuantizationScheme) -> bool:
+    return "weight" not in expected_tensors(scheme, (256, 256), torch.bfloat16) and (
+        format_of(scheme) != "dense"
+    )
+
+
+@contextlib.contextmanager
+def _without_weights(known: ModelClass, names: Iterable[str]) -> Iterator[None]:
+    kept = {name: known.modules[name]._parameters.pop("weight") for name in names}
+    try:
+        yield
+    finally:
+        for name, weight in kept.items():
+            known.modules[name]._parameters["weight"] = weight
+
+
+def _some(names: list[str]) -> str:
+    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
