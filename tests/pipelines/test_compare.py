@@ -14,7 +14,7 @@ from steelyard import oneshot
 from steelyard.checkpoint import CheckpointView
 from steelyard.errors import OptionError, PlanError
 from steelyard.modifiers import QuantizationModifier
-from steelyard.pipelines.compare import compare, layer_of, snr
+from steelyard.pipelines.compare import by_depth, compare, layer_of, snr
 
 OBSERVERS = ["memoryless_minmax", "optimal"]
 
@@ -98,6 +98,15 @@ def test_layers_are_spread_and_summed(model: Path) -> None:
     assert content["layers"].keys() == found.layers().keys()
 
 
+def test_layers_are_spread_by_their_numbers(tmp_path: Path) -> None:
+    """Files hold names in the order of text: 0, 1, 10, 11, 12, 2, ..."""
+    small_model("llama", num_hidden_layers=13).save_pretrained(tmp_path)
+    four = compare(tmp_path, ["FP8_DYNAMIC"], ["memoryless_minmax"], layers=4)
+    assert list(four.layers()) == [f"model.layers.{i}" for i in (0, 4, 8, 12)]
+    every = compare(tmp_path, ["FP8_DYNAMIC"], ["memoryless_minmax"])
+    assert list(every.layers()) == [f"model.layers.{i}" for i in range(13)]
+
+
 def test_scheme_that_does_not_fit_is_set_aside(experts: Path) -> None:
     found = compare(experts, ["W4A16", "NVFP4A16"], ["optimal"])
     refused, fitting = found.cases
@@ -117,4 +126,6 @@ def test_refused(model: Path) -> None:
 def test_small_functions() -> None:
     assert snr(0.01) == 20.0 and snr(0.0) is None and snr(None) is None
     assert layer_of("model.layers.3.mlp.experts.7.up_proj") == "model.layers.3"
+    two = ["vision.1", "vision.0", "text.10", "head", "text.9"]
+    assert by_depth(two) == ["vision.0", "vision.1", "text.9", "text.10", "head"]
     assert layer_of("lm_head") is None

@@ -26,7 +26,7 @@ from steelyard.pipelines.progress import progress
 from steelyard.pipelines.source import Source
 from steelyard.pipelines.streaming import Job, jobs_of, quantize, restack
 
-__all__ = ["Case", "Comparison", "compare", "layer_of", "snr"]
+__all__ = ["Case", "Comparison", "by_depth", "compare", "layer_of", "snr"]
 
 
 @dataclass
@@ -70,11 +70,11 @@ class Comparison:
         return (noise / energy if energy else 0.0) if names else None
 
     def layers(self) -> dict[str, list[str]]:
-        """Return the modules of each layer; those outside of layers stand for themselves."""
+        """Return the modules of each layer by depth; those outside of layers, each on its own."""
         found: dict[str, list[str]] = {}
         for name in self.energies:
             found.setdefault(layer_of(name) or name, []).append(name)
-        return found
+        return {layer: found[layer] for layer in by_depth(found)}
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything in JSON's types."""
@@ -120,8 +120,24 @@ def layer_of(name: str) -> str | None:
     'model.layers.3'
     """
     parts = name.split(".")
-    at = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+    at = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
     return None if at is None else ".".join(parts[: at + 1])
+
+
+def by_depth(layers: Iterable[str]) -> list[str]:
+    """Return layers in the order of their numbers, one stack of layers after the other.
+
+    Files list tensors in the order of text, where layer 10 comes before layer 2.
+
+    >>> by_depth(["model.layers.0", "model.layers.10", "model.layers.2", "lm_head"])
+    ['model.layers.0', 'model.layers.2', 'model.layers.10', 'lm_head']
+    """
+    places: dict[str, tuple[str, int]] = {}
+    for layer in layers:
+        stack, _, number = layer.rpartition(".")
+        places[layer] = (stack, int(number)) if number.isdecimal() else (layer, 0)
+    stacks = list(dict.fromkeys(stack for stack, _ in places.values()))
+    return sorted(places, key=lambda layer: (stacks.index(places[layer][0]), places[layer][1]))
 
 
 def compare(
@@ -210,7 +226,7 @@ def _wanted(
     names = dict.fromkeys(p.name for plan in plans for p in plan.quantized if keep(p.name))
     if layers is None:
         return names
-    known = list(dict.fromkeys(layer for name in names if (layer := layer_of(name))))
+    known = by_depth(layer for name in names if (layer := layer_of(name)))
     step = (len(known) - 1) / max(layers - 1, 1)
     chosen = known if len(known) <= layers else [known[round(i * step)] for i in range(layers)]
     return {name: None for name in names if layer_of(name) in chosen}
