@@ -20,7 +20,7 @@ from torch import distributed as dist
 from world import start
 
 from steelyard.checkpoint import CheckpointWriter
-from steelyard.distributed import Ranks
+from steelyard.distributed import Ranks, liveness
 from steelyard.errors import DataError, RanksError
 from steelyard.pipelines import streaming
 from steelyard.pipelines.oneshot import oneshot
@@ -176,13 +176,17 @@ def die_at(place: str, kind: str) -> None:
 def work_as_rank(rank: int, world: int, folder: Path, run: str, *more: str) -> None:
     torch.set_num_threads(int(more[0]) if run == "all" else 1)
     cut_small()
+    stops = len(more) > 1 and more[1] == "hang"
+    if stops:
+        liveness._SILENCE = 8.0
     store = folder / f"store-{run.replace(' ', '-')}"
     dist.init_process_group(
         "gloo",
         init_method=f"file://{store}",
         rank=rank,
         world_size=world,
-        timeout=datetime.timedelta(seconds=HANG),
+        # gloo's own patience must not be what ends the ranks that wait for a stopped one
+        timeout=datetime.timedelta(hours=2) if stops else datetime.timedelta(seconds=HANG),
     )
     if run == "all":
         for case in CASES:
@@ -302,7 +306,8 @@ def test_a_rank_that_ends_is_named_and_the_run_goes_on_later(
 ) -> None:
     folder = source / f"{case}-{kind}-{victim}"
     folder.mkdir()
-    codes, said = start(__file__, [case, place, kind, str(victim)], 3, folder)
+    stopped = [victim] if kind == "hang" else []
+    codes, said = start(__file__, [case, place, kind, str(victim)], 3, folder, stopped)
     survivors = [rank for rank in range(3) if rank != victim]
     for rank in survivors:
         assert codes[rank] == 3, said

@@ -18,8 +18,12 @@ def start(
     arguments: Sequence[str],
     world: int,
     folder: Path,
+    stopped: Sequence[int] = (),
 ) -> tuple[list[int | None], list[str]]:
-    """Run `script rank world folder *arguments` for each rank; return exit codes and outputs."""
+    """Run `script rank world folder *arguments` for each rank; return exit codes and outputs.
+
+    stopped: ranks that will never end, and that nobody waits for
+    """
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     paths = [p for p in sys.path if p]  # pytest may have added where steelyard is
     environment["PYTHONPATH"] = os.pathsep.join(paths)
@@ -38,7 +42,7 @@ def start(
                         env=environment,
                     )
                 )
-        while None in (codes := [process.poll() for process in processes]):
+        while None in (codes := _codes(processes, stopped)):
             if any(codes):  # what does not end soon after another has failed never will
                 deadline = min(deadline, time.monotonic() + AFTER)
             if time.monotonic() > deadline:
@@ -50,3 +54,9 @@ def start(
             process.kill()
             process.wait()
     return codes, [log.read_text() for log in logs]
+
+
+def _codes(
+    processes: Sequence[subprocess.Popen[bytes]], without: Sequence[int]
+) -> list[int | None]:
+    return [process.poll() for rank, process in enumerate(processes) if rank not in without]

@@ -7,6 +7,11 @@ import signal
 
 __all__ = ["is_first", "join", "rank"]
 
+_TOLD_TO_END = (
+    "torchrun ended the run (SIGTERM) while all ranks were alive, for example at a time limit; "
+    "the same command resumes it"
+)
+
 
 def rank() -> int:
     """Return the number that torchrun gave this process, or 0."""
@@ -28,9 +33,13 @@ def join() -> None:
 
 
 def _ended(*_: object) -> None:
-    """Say why torchrun ends this process: one of the others has ended."""
+    """Say why torchrun ends this process: mostly because another one has ended."""
     from steelyard.distributed import Ranks
     from steelyard.errors import RanksError
 
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    raise RanksError(Ranks.current().inquest())
+    ranks = Ranks.active()
+    if ranks is None:  # no run is under way
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+    elif not ranks.ends:
+        raise RanksError(ranks.diagnose() or _TOLD_TO_END)

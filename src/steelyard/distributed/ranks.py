@@ -1,18 +1,16 @@
 """The ranks of a run: what they tell each other, and what becomes of one that fails.
 
 What is exchanged goes through the CPU and gloo, also beside NCCL: numbers found during calibration
-are small, and an answer must not depend on the wires. Every wait looks out for ranks that failed.
-A rank that fails says why, in the store that the process group was made with; the others stop and
-repeat it. Meanwhile each rank gives a sign of life there every second. One that gives none, because
-it was killed or stopped, is named by those that do.
+are small, and an answer must not depend on the wires. Every wait looks out for ranks that failed or
+that give no sign of life (`liveness`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -21,20 +19,15 @@ from typing import Any, ClassVar, TypeVar, cast
 import torch
 from torch import distributed as dist
 
+from steelyard.distributed.liveness import Liveness
 from steelyard.distributed.packing import pack, unpack
 from steelyard.errors import RanksError
 
 __all__ = ["Ranks", "join_from_environment", "together"]
 
-_GONE = "the process that holds the ranks together, rank 0 or torchrun, is gone"
-
 Value = TypeVar("Value")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_LOOK = 0.5  # seconds between two looks for ranks that failed
-_BEAT = 1.0  # seconds between two signs of life
-_ANSWER = 5.0  # seconds without one, when something is wrong already
-_SILENCE = 60.0  # seconds without one, when nothing else is
 _PATIENCE = timedelta(hours=2)  # that a rank waits for another which lives
 
 
@@ -72,9 +65,8 @@ class Ranks:
         self.group = group
         self.store = store
         self.waited = 0.0  # seconds
-        self._looked = 0.0
+        self._liveness = Liveness(rank, count, store) if count > 1 else None
         self._announced = False
-        self._beats: dict[int, tuple[bytes, float]] = {}  # the last of each rank, and when it came
 
     @classmethod
     def current(cls) -> Ranks:
@@ -179,8 +171,9 @@ class Ranks:
     def _do(self, begin: Callable[[], Any]) -> None:
         """Begin an exchange and wait for its end, or for a rank that fails."""
         started = time.monotonic()
+        work, pause = None, 0.0
         try:
-            work, pause = begin(), 0.0
+            work = begin()
             while not work.is_completed():
                 self.look()
                 time.sleep(pause)
@@ -189,29 +182,34 @@ class Ranks:
         except RuntimeError as error:
             if isinstance(error, RanksError):
                 raise
-            raise RanksError(self.inquest()) from error
+            raise RanksError(self.diagnose() or "the ranks lost their connections") from error
         finally:
             self.waited += time.monotonic() - started
+            if work is not None and not work.is_completed():
+                _never_destroy(work, self.group, dist.group.WORLD, self.store)
 
     # -- failing together ---------------------------------------------------------------------
+
+    @classmethod
+    def active(cls) -> Ranks | None:
+        """Return the ranks of the run that is under way."""
+        return cls._active
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
         """Tell the others when this rank fails in here, and until then that it lives."""
         before, Ranks._active = Ranks._active, self
-        ended = threading.Event()
-        living = threading.Thread(target=self._live, args=[ended], daemon=True)
-        if self.count > 1:
-            living.start()
+        liveness = self._liveness if before is not self else None  # else it has been started
+        if liveness is not None:
+            liveness.start()
         try:
             yield
         except BaseException as error:
             self.announce(error)
             raise
         finally:
-            ended.set()
-            if self.count > 1:
-                living.join(_ANSWER)  # a thread that is still in the store would abort the process
+            if liveness is not None:
+                liveness.stop()
             Ranks._active = before
 
     def announce(self, error: BaseException) -> None:
@@ -220,83 +218,40 @@ class Ranks:
         An error that another rank speaks of already gets the attribute `silent`, so that a program
         can say it once.
         """
-        if self.count == 1 or self._announced:
+        if self._liveness is None or self._announced:
             return
         self._announced = True
-        with contextlib.suppress(Exception):  # the store may be gone
-            error.__dict__["silent"] = self.store.add("speakers", 1) > 1
-            if not isinstance(error, RanksError):
-                self.store.set(f"failed/{self.rank}", f"{type(error).__name__}: {error}")
-                self.store.set("failed", str(self.rank))
-
-    def _live(self, ended: threading.Event) -> None:
-        with contextlib.suppress(Exception):
-            beat = 0
-            while not ended.wait(_BEAT):
-                beat += 1
-                self.store.set(f"beat/{self.rank}", str(beat))
+        foreign = isinstance(error, RanksError)
+        own = f"rank {self.rank} failed: {type(error).__name__}: {error}"
+        self._liveness.end(str(error) if foreign else own)
+        error.__dict__["silent"] = not self._liveness.speaks_first()
 
     def at(self, place: str) -> None:
         """Say how far this rank has come, for the others' messages if it stops there."""
-        if self.count > 1:
-            with contextlib.suppress(Exception):
-                self.store.set(f"at/{self.rank}", place)
+        if self._liveness is not None:
+            self._liveness.at(place)
 
     def look(self) -> None:
-        """Raise if another rank failed, or gives no sign of life; asks at most twice a second."""
-        now = time.monotonic()
-        if self.count == 1 or now - self._looked < _LOOK:
-            return
-        self._looked = now
-        try:
-            if self.store.check(["failed"]):
-                raise RanksError(self._reason())
-            silent = self._silent(_SILENCE)
-        except RuntimeError as error:
-            if isinstance(error, RanksError):
-                raise
-            raise RanksError(_GONE) from None  # with the process that held it
-        if silent:
-            raise RanksError(self._missing(silent))
+        """Raise if another rank failed, or gives no sign of life."""
+        if self._liveness is not None and (reason := self._liveness.look()):
+            raise RanksError(reason)
 
-    def inquest(self) -> str:
-        """Find out who is missing, and return what to say of it."""
-        try:
-            until = time.monotonic() + _ANSWER
-            self._beats.clear()
-            while time.monotonic() < until:
-                if self.store.check(["failed"]):
-                    return self._reason()
-                self._silent(_ANSWER)
-                time.sleep(_BEAT / 4)
-            silent = self._silent(_ANSWER - 2 * _BEAT)
-            return self._missing(silent) if silent else "the ranks lost their connections"
-        except RuntimeError:
-            return _GONE
+    def diagnose(self) -> str | None:
+        """Return which rank is missing; None if all of them give signs of life."""
+        return None if self._liveness is None else self._liveness.diagnose()
 
-    def _silent(self, seconds: float) -> list[int]:
-        """Return the ranks whose sign of life has not changed for so long."""
-        now = time.monotonic()
-        for rank in range(self.count):
-            known = self.store.check([f"beat/{rank}"])
-            beat = self.store.get(f"beat/{rank}") if known else b""
-            if rank not in self._beats or self._beats[rank][0] != beat:
-                self._beats[rank] = (beat, now)
-        others = (rank for rank in range(self.count) if rank != self.rank)
-        return [rank for rank in others if now - self._beats[rank][1] > seconds]
+    @property
+    def ends(self) -> bool:
+        """Whether this rank knows that the run fails, or is about to find out why."""
+        known = self._liveness
+        return self._announced or (known is not None and (known.diagnosing or bool(known.reason)))
 
-    def _reason(self) -> str:
-        rank = int(self.store.get("failed"))
-        return f"rank {rank} failed: {self.store.get(f'failed/{rank}').decode()}"
 
-    def _missing(self, ranks: list[int]) -> str:
-        return "; ".join(f"rank {rank} {self._last_seen(rank)}" for rank in ranks)
+def _never_destroy(*things: Any) -> None:
+    """Keep objects of torch from ever being destroyed, so that this process can end.
 
-    def _last_seen(self, rank: int) -> str:
-        place = "before its first step"
-        if self.store.check([f"at/{rank}"]):
-            place = f"at {self.store.get(f'at/{rank}').decode()}"
-        return (
-            f"does not answer, and was last heard of {place}: it was killed, for example for want "
-            "of memory, or it hangs"
-        )
+    The destructor of a gloo group waits for exchanges that are under way, and one with a rank that
+    is stopped ends only with the group's timeout, hours later. Gloo has no way to abort it.
+    """
+    for thing in things:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))

@@ -147,6 +147,7 @@ class Run:
                 def take(outputs: Iterable[torch.Tensor]) -> None:
                     for batch, output in zip(batches, outputs, strict=True):
                         batch.hidden = output
+                        self.ranks.look()
                         advance()
 
                 def run(forwards: Sequence[Callable[[], torch.Tensor]] = forwards) -> None:
