@@ -159,6 +159,8 @@ def test_interrupted_run_is_taken_up_again(
     arguments = ("quantize", model, "-o", tmp_path / "q", "--scheme", "W4A16")
     assert steelyard(*arguments[:3], tmp_path / "expected", *arguments[4:]).code == 0
     add, asked = CheckpointWriter.add, threading.Event()
+    # a shell starts what runs in its background with SIGINT ignored
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def interrupted(self: CheckpointWriter, *given: Any) -> None:
         add(self, *given)
@@ -170,6 +172,7 @@ def test_interrupted_run_is_taken_up_again(
     with monkeypatch.context() as patch:
         patch.setattr(CheckpointWriter, "add", interrupted)
         answer = steelyard(*arguments)
+    signal.signal(signal.SIGINT, before)
     assert answer.code == 130
     assert answer.err.splitlines()[-1] == (
         "error: interrupted; the same command takes the run up where it was"

@@ -21,7 +21,8 @@ from steelyard.cli import (
     quantize,
     validate,
 )
-from steelyard.cli.mistakes import FAILED, USAGE, explain, wants_traceback
+from steelyard.cli.interrupts import interruptible
+from steelyard.cli.mistakes import FAILED, USAGE, Interrupted, explain, wants_traceback
 from steelyard.cli.quiet import quiet
 from steelyard.errors import nearest
 
@@ -68,6 +69,12 @@ class Group(TyperGroup):
                 f"there is no command {args[0]!r}: {nearest(args[0], known)}", ctx
             )
         return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:  # which typer would turn into an exit code without a word
+            raise Interrupted() from None
 
 
 def _version(wanted: bool) -> None:
@@ -124,6 +131,11 @@ def build(rich: bool | None = None, whole: bool = True) -> typer.Typer:
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run a command; return the exit code. What goes wrong is said on standard error."""
+    with interruptible():
+        return _run(arguments)
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     show_traceback = wants_traceback(given)
     if not given and not _completes():
@@ -132,8 +144,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
     else:
         code = 0
     named = bool(given) and not given[0].startswith("-")
-    command = typer.main.get_command(build(whole=_completes() or not named))
     try:
+        command = typer.main.get_command(build(whole=_completes() or not named))
         result = command.main(given, prog_name="steelyard", standalone_mode=False)
         sys.stdout.flush()
     except BrokenPipeError:  # whoever read our output has seen enough
