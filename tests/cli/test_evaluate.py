@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import re
+import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import Command
 
-from steelyard.evaluate import evaluate
+from steelyard.evaluate import compare, evaluate, walking
 from steelyard.report import Report
 
 
@@ -32,9 +38,12 @@ def test_document_is_that_of_the_python_call(
         "perplexity",
         f"{expected['base_perplexity']:.3f}",
         f"{expected['perplexity']:.3f}",
+        f"{100 * (expected['perplexity'] / expected['base_perplexity'] - 1):+.2f}",
+        "%",
     ]
     assert lines[2].split()[-1] == f"{expected['kl_divergence']:.4g}"
-    assert lines[3].split()[-2] == f"{100 * expected['top1_agreement']:.1f}"
+    assert lines[3].split()[0:4:3] == ["KL,", f"{expected['kl_p99']:.4g}"]
+    assert lines[4].split()[-2] == f"{100 * expected['top1_agreement']:.1f}"
 
 
 @pytest.mark.parametrize("json", [False, True])
@@ -64,6 +73,75 @@ def test_report_that_cannot_be_updated_costs_no_figures(
     error = answer.err.splitlines()[-1]
     assert error.startswith("error: the figures above were not added to the report: ")
     assert str(report.with_suffix("")) in error
+
+
+def test_the_plan_tells_how_much_and_how_long(
+    steelyard: Command, workplace: Path, model: Path
+) -> None:
+    limits = ["--samples", 3, "--max-seq-length", 32, "--batch-size", 2]
+    said = steelyard("evaluate", model, model, "--data", workplace / "held-out.txt", *limits).err
+    assert re.match(
+        r"evaluating 93 tokens of 3 samples, in 2 batches through 3 layers of each model: "
+        r"about \d+ s\n",
+        said,
+    )
+
+
+def interrupt_call(number: int, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function with an interrupt in one of its calls."""
+    calls = itertools.count(1)
+
+    def call(*given: Any) -> Any:
+        if next(calls) == number:
+            os.kill(os.getpid(), signal.SIGINT)
+        return function(*given)
+
+    return call
+
+
+@pytest.mark.parametrize("json", [False, True])
+def test_interrupted_it_prints_the_figures_so_far(
+    json: bool,
+    steelyard: Command,
+    workplace: Path,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    quantized = tmp_path / "q"
+    assert steelyard("quantize", model, "-o", quantized, "--scheme", "W4A16").code == 0
+    arguments = ["evaluate", model, quantized, "--data", workplace / "held-out.txt"]
+    arguments += ["--max-seq-length", 32, "--samples"]
+    two = steelyard(*arguments, 2).out.splitlines()
+    report = (quantized / "report.json").read_bytes()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    with monkeypatch.context() as patch:
+        patch.setattr(compare, "_scores", interrupt_call(3, compare._scores))
+        answer = steelyard(*arguments, 5, *(["--json"] if json else []))
+    signal.signal(signal.SIGINT, before)
+    assert answer.code == 130
+    message = "error: interrupted; 62 of 155 tokens were scored"
+    if json:
+        assert (answer.out, answer.err.splitlines()[-1]) == ("", message)
+    else:
+        assert answer.out.splitlines()[:7] == two[:7]
+        assert answer.err.splitlines()[-1] == f"{message}; the figures above are of those"
+    assert (quantized / "report.json").read_bytes() == report
+
+
+def test_interrupted_before_there_are_figures(
+    steelyard: Command, workplace: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.setattr(walking.Walk, "_check", interrupt_call(5, walking.Walk._check))
+    limits = ["--samples", 3, "--max-seq-length", 32]
+    answer = steelyard("evaluate", model, model, "--data", workplace / "held-out.txt", *limits)
+    signal.signal(signal.SIGINT, before)
+    assert (answer.code, answer.out) == (130, "")
+    assert answer.err.splitlines()[-1] == (
+        "error: interrupted; there are no figures yet: tokens are scored after the last layer of "
+        "both models"
+    )
 
 
 def test_missing_data(steelyard: Command, model: Path) -> None:

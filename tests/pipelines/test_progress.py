@@ -22,6 +22,20 @@ def test_lines_with_an_estimate(
     assert len(said) == 13  # of 400 seconds, every 30
 
 
+def test_no_time_is_left_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    with progress("calibrating", 1000, show=True) as advance:
+        now[0] += 1000.0
+        advance(999)
+        now[0] += 1000.0
+        advance(1, "the last layer")
+    said = capsys.readouterr().err.splitlines()
+    assert said == ["calibrating: 99%, about 1 s left", "calibrating: 100% (the last layer)"]
+
+
 def test_silence_unless_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     with progress("calibrating", 3) as advance:
         advance(3)

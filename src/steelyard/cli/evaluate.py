@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from steelyard.cli import options
+from steelyard.cli.mistakes import Interrupted
 from steelyard.cli.ranks import is_first
 from steelyard.cli.terminal import Column, number, print_document, print_line, print_table
 from steelyard.errors import ReportError
+
+if TYPE_CHECKING:
+    from steelyard.evaluate import Evaluation
 
 __all__ = ["evaluate"]
 
@@ -54,24 +59,35 @@ def evaluate(
     Example:
       steelyard evaluate path/to/model model-FP8 --data held-out.txt --samples 4
     """
+    from steelyard.evaluate import EvaluationInterrupted
     from steelyard.evaluate import evaluate as run
 
-    found = run(
-        base,
-        quantized,
-        data,
-        num_samples=samples,
-        max_seq_length=max_seq_length,
-        batch_size=batch_size,
-        text_column=text_column,
-        seed=seed,
-        show_progress=None if is_first() else False,
-    )
+    try:
+        found = run(
+            base,
+            quantized,
+            data,
+            num_samples=samples,
+            max_seq_length=max_seq_length,
+            batch_size=batch_size,
+            text_column=text_column,
+            seed=seed,
+            show_progress=is_first(),
+        )
+    except EvaluationInterrupted as stopped:
+        if json:
+            raise Interrupted(str(stopped)) from None
+        _print(stopped.so_far, data)
+        raise Interrupted(f"{stopped}; the figures above are of those") from None
+    except KeyboardInterrupt:
+        raise Interrupted(
+            "there are no figures yet: tokens are scored after the last layer of both models"
+        ) from None
     content: dict[str, Any] = found.as_dict()
     if json:
         print_document("evaluate", {"base": base, "quantized": quantized, **content})
     else:
-        _print(content, data)
+        _print(found, data)
     report = Path(quantized) / "report.json"
     if report.is_file() and is_first():
         sys.stdout.flush()  # the figures took long: nothing that happens now may lose them
@@ -80,17 +96,21 @@ def evaluate(
             print_line(f"added to {report}")
 
 
-def _print(content: dict[str, Any], data: str) -> None:
+def _print(found: Evaluation, data: str) -> None:
+    content = found.as_dict()
+    change = found.perplexity_change
     print_table(
-        [Column(""), Column("original", True), Column("quantized", True)],
+        [Column(""), Column("original", True), Column("quantized", True), Column("change", True)],
         [
             [
                 "perplexity",
                 _fixed(content["base_perplexity"]),
                 _fixed(content["perplexity"]),
+                f"{100 * change:+.2f} %" if math.isfinite(change) else "",
             ],
-            ["KL divergence", "", number(content["kl_divergence"], 4)],
-            ["same next token", "", f"{100 * content['top1_agreement']:.1f} %"],
+            ["KL divergence", "", number(content["kl_divergence"], 4), ""],
+            ["KL, 99th percentile", "", number(content["kl_p99"], 4), ""],
+            ["same next token", "", f"{100 * content['top1_agreement']:.1f} %", ""],
         ],
     )
     print_line()

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from steelyard.evaluate.result import Evaluation
+from steelyard.evaluate.result import Evaluation, EvaluationInterrupted
 
 if TYPE_CHECKING:
     from steelyard.evaluate.compare import evaluate
 
-__all__ = ["Evaluation", "evaluate"]
+__all__ = ["Evaluation", "EvaluationInterrupted", "evaluate"]
 
 
 def __getattr__(name: str) -> object:

@@ -10,15 +10,17 @@ from typing import Any
 
 from steelyard.errors import DataError
 from steelyard.evaluate.checks import check_pair, check_tokenizers
+from steelyard.evaluate.cost import Costs, seconds_of
 from steelyard.evaluate.metrics import Scores, score, summarize
 from steelyard.evaluate.opening import open_model
-from steelyard.evaluate.result import Evaluation
+from steelyard.evaluate.result import Evaluation, EvaluationInterrupted
 from steelyard.evaluate.walking import DTYPE, HiddenStates, Walk, default_memory
 from steelyard.pipelines.data import Samples, load_samples
 from steelyard.pipelines.data_limits import learned_positions
-from steelyard.pipelines.progress import progress
+from steelyard.pipelines.progress import progress, say
 from steelyard.pipelines.sequential import Batch
 from steelyard.pipelines.tokenizer import tokenizer_of
+from steelyard.pipelines.words import duration
 
 __all__ = ["evaluate"]
 
@@ -56,7 +58,8 @@ def evaluate(
                They take 8 bytes x tokens x hidden size.
 
     Every token but the first of a sample is scored. Both models run layer by layer in fp32, so one
-    layer at a time is in memory, and at the end what follows the layers, of both.
+    layer at a time is in memory, and at the end what follows the layers, of both. An interrupt
+    while tokens are scored is raised as `EvaluationInterrupted`, with what was found so far.
 
     >>> evaluate("SmolLM2-135M", "SmolLM2-135M", "held-out.txt").kl_divergence
     0.0
@@ -83,26 +86,56 @@ def evaluate(
         max_positions=min((p for p in positions if p is not None), default=None),
     )
     nbytes = samples.num_tokens * sum(walk.hidden_size for walk in walks) * DTYPE.itemsize
-    count = len(samples.batches)
-    total = count * (1 + sum(1 + len(walk.sequence.layers) for walk in walks))
+    costs = [Costs(w.source.model, w.sequence.layers, samples.num_tokens) for w in walks]
+    total = sum(cost.total() for cost in costs)
+    say(_plan(samples, walks, total), show_progress)
     limit = default_memory() if memory is None else memory
-    with HiddenStates(nbytes, limit) as held, progress("evaluating", total, show_progress) as step:
-        ends = [walk.run(samples.batches, held, step) for walk in walks]
-        scores = []
-        with walks[0].head(), walks[1].head():
-            for pair in zip(*ends, strict=True):
-                scores += list(_scores(walks, pair))
-                step()
-    summary = summarize(scores)
     notes = (samples.description, *opened[0][1], *opened[1][1])
-    return Evaluation(
-        str(base),
-        str(quantized),
-        samples.num_samples,
-        seconds=time.perf_counter() - started,
-        notes=notes,
-        **asdict(summary),
+
+    def result(scores: list[Scores], scored: int) -> Evaluation:
+        seconds = time.perf_counter() - started
+        found = asdict(summarize(scores))
+        return Evaluation(str(base), str(quantized), scored, seconds=seconds, notes=notes, **found)
+
+    with (
+        HiddenStates(nbytes, limit) as held,
+        progress("evaluating", total, show_progress, unit="work") as advance,
+    ):
+        ends = [
+            walk.run(samples.batches, held, cost, advance)
+            for walk, cost in zip(walks, costs, strict=True)
+        ]
+        scores: list[Scores] = []
+        scored = 0
+        try:
+            with walks[0].head(), walks[1].head():
+                advance(sum(cost.outside for cost in costs), "both models, scoring")
+                for pair in zip(*ends, strict=True):
+                    scores += list(_scores(walks, pair))
+                    scored += len(pair[0].input_ids)
+                    tokens = pair[0].input_ids.numel()
+                    advance(sum(cost.scoring(tokens) for cost in costs), "both models, scoring")
+        except KeyboardInterrupt as interrupt:
+            if not scores:
+                raise
+            raise EvaluationInterrupted(result(scores, scored), _scored(samples)) from interrupt
+    return result(scores, samples.num_samples)
+
+
+def _plan(samples: Samples, walks: list[Walk], total: float) -> str:
+    """Return how much there is to do, and about how long it will take."""
+    layers = [len(walk.sequence.layers) for walk in walks]
+    steps = len(samples.batches) * (sum(layers) + 3)
+    about = duration(seconds_of(total, steps, walks[0].hidden_size))
+    return (
+        f"evaluating {_scored(samples):,} tokens of {samples.num_samples:,} samples, in "
+        f"{len(samples.batches):,} batches through {layers[0]} layers of each model: about {about}"
     )
+
+
+def _scored(samples: Samples) -> int:
+    """Return how many tokens will be scored: all but the first of each sample."""
+    return samples.num_tokens - samples.num_samples
 
 
 def _scores(walks: list[Walk], pair: tuple[Batch, ...]) -> Iterator[Scores]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["Evaluation"]
+__all__ = ["Evaluation", "EvaluationInterrupted"]
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,11 @@ class Evaluation:
     seconds: float
     notes: tuple[str, ...] = ()
 
+    @property
+    def perplexity_change(self) -> float:
+        """Return by which share the perplexity grew; NaN where it has no number."""
+        return self.perplexity / self.base_perplexity - 1 if self.base_perplexity else math.nan
+
     def as_dict(self) -> dict[str, Any]:
         """Return all of it in JSON's types; a perplexity too large for a number is None."""
         content = asdict(self)
@@ -49,11 +54,10 @@ class Evaluation:
 
     def rows(self) -> list[tuple[str, str]]:
         """Return what a table of it says, line by line."""
-        ratio = self.perplexity / self.base_perplexity if self.base_perplexity else math.nan
         return [
             ("tokens", f"{self.tokens:,} of {self.samples:,} samples"),
             ("base perplexity", f"{self.base_perplexity:.4f}"),
-            ("perplexity", f"{self.perplexity:.4f} ({ratio - 1:+.2%})"),
+            ("perplexity", f"{self.perplexity:.4f} ({self.perplexity_change:+.2%})"),
             ("KL divergence", f"{self.kl_divergence:.6f} nats"),
             ("KL, 99th percentile", f"{self.kl_p99:.6f}"),
             ("KL, maximum", f"{self.kl_max:.6f}"),
@@ -75,3 +79,16 @@ class Evaluation:
             table.add_row(*row)
         table.caption = "\n".join(self.notes) or None
         return table
+
+
+class EvaluationInterrupted(KeyboardInterrupt):
+    """Ctrl-C while tokens were scored.
+
+    so_far: what was found for the samples that were scored
+    tokens: how many there were to score
+    """
+
+    def __init__(self, so_far: Evaluation, tokens: int) -> None:
+        super().__init__(f"{so_far.tokens:,} of {tokens:,} tokens were scored")
+        self.so_far = so_far
+        self.tokens = tokens

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from steelyard.errors import NonFiniteError, PipelineError
+from steelyard.evaluate.cost import Costs
 from steelyard.pipelines.sequential import Batch, LayerSequence
 from steelyard.pipelines.source import Source, computing_in
 
@@ -74,6 +75,7 @@ class Walk:
     def __init__(self, source: Source, role: str) -> None:
         assert source.shards is not None
         self.source = source
+        self.role = role
         self.called = f"the {role} model ({source.shards.folder})"
         with self._layers_alone():
             self.sequence = LayerSequence(source.model)
@@ -88,30 +90,41 @@ class Walk:
 
     @torch.no_grad()
     def run(
-        self, samples: list[torch.Tensor], held: HiddenStates, advance: Callable[[], None]
+        self,
+        samples: list[torch.Tensor],
+        held: HiddenStates,
+        costs: Costs,
+        advance: Callable[[float, str], None],
     ) -> list[Batch]:
-        """Return the batches behind the last layer."""
+        """Return the batches behind the last layer.
+
+        advance: called with the cost of each step that is done, and where it was
+        """
         sequence, source, model = self.sequence, self.source, self.source.model
+        count = len(sequence.layers)
         batches = []
         with (
             source.loaded(sequence.layers[0], f"{sequence.name}.0"),
             source.loaded(model, "", sequence.layers, ("lm_head",)),
             computing_in(model, DTYPE),
         ):
+            advance(costs.outside, f"{self.role} model")
             for input_ids in samples:
                 with self._layers_alone():
-                    (batch,) = sequence.start([input_ids], advance)
+                    (batch,) = sequence.start([input_ids], lambda: None)
                 self._check(batch.hidden, "what goes into the first layer")
                 batch.hidden = held.first(batch.hidden)
                 batches.append(batch)
         for index, layer in enumerate(sequence.layers):
             name = f"{sequence.name}.{index}"
+            where = f"{self.role} model, layer {index + 1} of {count}"
             with source.loaded(layer, name), computing_in(layer, DTYPE):
+                advance(costs.loading(index), where)
                 for batch in batches:
                     output = sequence.run(index, batch)
                     self._check(output, f"the output of {name}")
                     batch.hidden = held.next(batch.hidden, output)
-                    advance()
+                    advance(costs.layer(index, batch.input_ids.numel()), where)
         return [Batch(batch.input_ids, batch.hidden) for batch in batches]
 
     @contextlib.contextmanager

@@ -1,0 +1,79 @@
+"""How much work an evaluation is: its progress counts operations, since its steps are unequal.
+
+A step may embed a batch, which costs next to nothing, or compare two models over a vocabulary.
+Counted alike, they make the remaining time grow as the run goes on.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+__all__ = ["Costs", "seconds_of"]
+
+_LOADED = 200  # operations that it takes as long to read, decode and widen a weight
+_SCORED = 200  # and to compare two logits in fp64
+_STEP = 2e-3  # seconds that a step takes on top, whatever its size
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+class Costs:
+    """Operations that each step of one model takes.
+
+    tokens: of all samples
+    """
+
+    def __init__(self, model: Any, layers: Any, tokens: int) -> None:
+        self.config = model.config.get_text_config()
+        self.layers = layers
+        self.tokens = tokens
+        every = sum(p.numel() for p in model.parameters())
+        inside = sum(p.numel() for layer in layers for p in layer.parameters())
+        self.outside = _LOADED * (every - inside)
+
+    def loading(self, index: int) -> float:
+        """Return what it costs to load a layer."""
+        return _LOADED * sum(float(p.numel()) for p in self.layers[index].parameters())
+
+    def layer(self, index: int, tokens: int) -> float:
+        """Return what it costs to run tokens through a layer."""
+        return 2.0 * tokens * _active_weights(self.layers[index], self.config)
+
+    def scoring(self, tokens: int) -> float:
+        """Return what this model's half of a comparison costs."""
+        return float(tokens * self.config.vocab_size * (2 * self.config.hidden_size + _SCORED / 2))
+
+    def total(self) -> float:
+        """Return the sum over all steps; what is outside the layers is loaded twice."""
+        each = (self.loading(i) + self.layer(i, self.tokens) for i in range(len(self.layers)))
+        return float(2 * self.outside + sum(each) + self.scoring(self.tokens))
+
+
+def _active_weights(layer: Module, config: Any) -> float:
+    """Return how many weights of a layer a token meets: of experts, the chosen ones."""
+    chosen = getattr(config, "num_experts_per_tok", None)
+    experts = next((n for name in _EXPERTS if (n := getattr(config, name, None))), None)
+    share = chosen / experts if chosen and experts else 1.0
+    return sum(
+        p.numel() * (share if ".experts." in f".{name}" else 1.0)
+        for name, p in layer.named_parameters()
+    )
+
+
+def seconds_of(operations: float, steps: int, width: int) -> float:
+    """Return about how long operations take on this machine, in so many steps.
+
+    width: of the matrices to try it with
+    """
+    width = min(max(width, 64), 4096)
+    x, weight = torch.ones(256, width), torch.ones(width, width)
+    x @ weight  # the first call of a kernel takes longer
+    started, count = time.perf_counter(), 0
+    while time.perf_counter() - started < 0.05:
+        x @ weight
+        count += 1
+    rate = count * 2 * 256 * width * width / (time.perf_counter() - started)
+    return operations / rate + steps * _STEP
