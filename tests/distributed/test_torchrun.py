@@ -8,10 +8,12 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from psutil import Process
 from safetensors.torch import load_file, save_file
 
 from steelyard.demo import calibration_texts, model_folder
@@ -27,8 +29,12 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def quantize(model: Path, text: Path, output: Path, ranks: int) -> subprocess.CompletedProcess[str]:
-    command = ["-m", "steelyard", "quantize", str(model), "-o", str(output), "--scheme", "FP8"]
+def command_for(
+    model: Path, text: Path, output: Path, ranks: int, *more: str
+) -> tuple[list[str], dict[str, str]]:
+    """Return a command that quantizes with so many ranks, and its environment."""
+    command = ["-m", "steelyard", "quantize", str(model), "-o", str(output)]
+    command += more or ["--scheme", "FP8"]
     command += ["--data", str(text), "--samples", str(SAMPLES), "--max-seq-length", "64"]
     if ranks > 1:
         with socket.socket() as free:
@@ -38,8 +44,13 @@ def quantize(model: Path, text: Path, output: Path, ranks: int) -> subprocess.Co
         command = [*torchrun, "--master-port", port, *command]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
+    return [sys.executable, "-W", "ignore", *command], environment
+
+
+def quantize(model: Path, text: Path, output: Path, ranks: int) -> subprocess.CompletedProcess[str]:
+    command, environment = command_for(model, text, output, ranks)
     return subprocess.run(
-        [sys.executable, "-W", "ignore", *command],
+        command,
         capture_output=True,
         text=True,
         env=environment,
@@ -82,3 +93,22 @@ def test_a_bad_sample_ends_all_with_one_message(text: Path, tmp_path: Path) -> N
     assert len(said) == 1, both.stderr
     assert "NaN" in said[0] or "non-finite" in said[0]
     assert not (tmp_path / "out").exists()
+
+
+def test_a_killed_rank_is_named(text: Path, tmp_path: Path) -> None:
+    """torchrun ends the others at once, while they find out who is missing."""
+    gptq = ["--scheme", "W4A16", "--gptq"]
+    command, environment = command_for(model_folder(), text, tmp_path / "out", 3, *gptq)
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
+    ) as torchrun:
+        while not (tmp_path / ".out.steelyard").exists():
+            assert torchrun.poll() is None
+            time.sleep(0.01)
+        ranks = {child.environ().get("RANK"): child for child in Process(torchrun.pid).children()}
+        ranks["1"].kill()
+        _, err = torchrun.communicate(timeout=300)
+    assert torchrun.returncode != 0
+    said = [line for line in err.splitlines() if line.startswith("error")]
+    assert said, err
+    assert all("rank 1 does not answer" in line for line in said), said
