@@ -13,6 +13,7 @@ from steelyard.foreign import printable
 
 __all__ = [
     "CalibrationError",
+    "CalibrationWarning",
     "CheckpointError",
     "CheckpointInvalid",
     "DataError",
@@ -80,6 +81,10 @@ class ImportanceUnsupported(ImportanceError, NotImplementedError):
 
 class ImportanceWarning(UserWarning):
     """Importance is unusable; the search weighs every column alike."""
+
+
+class CalibrationWarning(UserWarning):
+    """Calibration data that is far too little."""
 
 
 class RecipeError(SteelyardError, ValueError):

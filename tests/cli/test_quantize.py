@@ -124,9 +124,25 @@ def test_summary_has_a_line_for_each_kind_of_module(
     assert lines[1].split()[:2] == ["model.layers.{0-2}.mlp.down_proj", "3"]
     assert len([line for line in lines if line.startswith("model.layers.{0-2}")]) == 7
     assert not any(line.startswith("note:") for line in lines), "the plan's warnings, once more"
-    assert "left as it was: lm_head (ignored by 'lm_head')" in lines
+    assert "not quantized: lm_head (ignored by 'lm_head')" in lines
     assert any(line.startswith("21 modules quantized in") for line in lines)
     assert answer.err.startswith("21 modules quantized")
+
+
+def test_calibrating_on_two_tokens_is_a_warning(
+    steelyard: Command, model: Path, tmp_path: Path
+) -> None:
+    data = tmp_path / "two.txt"
+    data.write_text("a b")
+    options = ["--scheme", "FP8", "--data", data, "--max-seq-length", 2, "--samples", 1]
+    answer = steelyard("quantize", model, "-o", tmp_path / "q", *options)
+    assert answer.code == 0
+    for text in (answer.err, answer.out):
+        warned = [line for line in text.splitlines() if line.startswith("warning: calibrating on")]
+        assert len(warned) == 1 and "use 1024 at the very least" in warned[0]
+    options += ["--overwrite", "--json"]
+    document = steelyard("quantize", model, "-o", tmp_path / "q", *options).document
+    assert any("calibrating on" in warning for warning in document["warnings"])
 
 
 def test_group_size(steelyard: Command, model: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from steelyard.cli import options
-from steelyard.cli.grouping import grouped, matching
+from steelyard.cli.grouping import matching
 from steelyard.cli.terminal import (
     Column,
     number,
@@ -19,6 +19,7 @@ from steelyard.cli.terminal import (
     shape_text,
     size,
 )
+from steelyard.pipelines.module_names import grouped
 
 if TYPE_CHECKING:
     from steelyard.checkpoint.contents import Contents, ModuleContents

@@ -11,6 +11,7 @@ from steelyard.cli import options
 from steelyard.cli.ranks import is_first, join
 from steelyard.cli.recipe import recipe_from
 from steelyard.cli.terminal import duration, print_document, print_line, size
+from steelyard.pipelines.announce import STYLES
 
 __all__ = ["observe"]
 
@@ -84,7 +85,8 @@ def observe(
         print_document("observe", content)
         return
     for note in result.notes:
-        print_line(f"note: {note}")
+        kind = "warning" if note in result.warnings else "note"
+        print_line(f"{kind}: {note}", STYLES.get(kind))
     print_line(
         f"{output}: statistics of {len(tokens)} modules, {size(output.stat().st_size)}, in "
         f"{duration(result.seconds)}"

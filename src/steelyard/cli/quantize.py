@@ -8,24 +8,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from steelyard.cli import options
-from steelyard.cli.grouping import grouped
 from steelyard.cli.mistakes import USAGE, Interrupted, in_options
 from steelyard.cli.ranks import is_first, join
 from steelyard.cli.recipe import recipe_from
 from steelyard.cli.terminal import (
     Column,
-    duration,
-    number,
     print_document,
     print_line,
     print_table,
-    size,
 )
+from steelyard.pipelines.announce import STYLES
 
 if TYPE_CHECKING:
     from steelyard.pipelines.result import Result
 
 __all__ = ["quantize"]
+
+LINE_STYLES = {**STYLES, "checkpoint": "bold green"}
 
 
 def quantize(
@@ -134,7 +133,7 @@ def quantize(
     if json:
         print_document("quantize", as_document(result))
     elif dry_run:
-        print_line(in_options(str(result.plan)))
+        _print_lines(str(result.plan))
     else:
         print_summary(result)
     if dry_run and result.plan.errors:
@@ -143,8 +142,10 @@ def quantize(
 
 def as_document(result: Result) -> dict[str, Any]:
     """Return what a run did, in JSON's types."""
+    from steelyard.pipelines.summary import report_in, stored_bytes
+
     plan, folder = result.plan, result.output_dir
-    before, after = plan.source_bytes, _stored_bytes(result)
+    before, after = plan.source_bytes, stored_bytes(result)
     return {
         "output": None if folder is None else str(folder),
         "report": None if (report := report_in(folder)) is None else str(report),
@@ -159,7 +160,7 @@ def as_document(result: Result) -> dict[str, Any]:
         "ratio": before / after if after else None,
         "seconds": result.seconds,
         "notes": result.notes,
-        "warnings": [in_options(warning) for warning in plan.warnings],
+        "warnings": [in_options(warning) for warning in result.warnings],
         "errors": [in_options(error) for error in plan.errors],
     }
 
@@ -171,58 +172,13 @@ def _without_figures(details: dict[str, Any]) -> dict[str, Any]:
 
 def print_summary(result: Result) -> None:
     """Print what a run did, over a few lines."""
-    plan, folder = result.plan, result.output_dir
-    formats = {p.name: p.scheme for p in plan.quantized}
-    errors = {name: m.error for name, m in result.modules.items()}
-    rows = []
-    for label, members in grouped(
-        [name for name in errors if name in formats], str, lambda n: id(formats[n])
-    ):
-        known = sorted(e for n in members if (e := errors[n]) is not None)
-        middle = known[len(known) // 2] if known else None
-        rows.append(
-            [label, str(len(members)), number(middle), number(known[-1] if known else None)]
-        )
-    print_table(
-        [
-            Column("modules"),
-            Column("count", True),
-            Column("error", True),
-            Column("worst", True),
-        ],
-        rows,
-    )
+    from steelyard.pipelines.summary import TITLES, error_rows, summary_lines
+
+    print_table([Column(title, right=i > 0) for i, title in enumerate(TITLES)], error_rows(result))
     print_line()
-    before, after = plan.source_bytes, _stored_bytes(result)
-    ratio = f", {before / after:.1f} times smaller" if after else ""
-    print_line(
-        f"{len(result.modules)} modules quantized in {duration(result.seconds)}: "
-        f"{size(before)} -> {size(after)}{ratio}"
-    )
-    for reason in dict.fromkeys(left.reason for left in plan.left):
-        names = [left.name for left in plan.left if left.reason == reason]
-        labels = [label for label, _ in grouped(names, str, lambda _: None)]
-        print_line(f"left as it was: {', '.join(labels)} ({reason})")
-    for note in result.notes:
-        if note not in plan.warnings:  # which the plan has said
-            print_line(f"note: {note}")
-    if folder is not None:
-        print_line(f"checkpoint: {folder}", style="bold green")
-    if (report := report_in(folder)) is not None:
-        print_line(f"report: {report}")
+    _print_lines("\n".join(summary_lines(result, said=result.plan.warnings)))
 
 
-def report_in(folder: Path | None) -> Path | None:
-    """Return the report of a run, as a page or else as data."""
-    names = ("report.html", "report.json")
-    found = (folder / name for name in names) if folder is not None else ()
-    return next((path for path in found if path.is_file()), None)
-
-
-def _stored_bytes(result: Result) -> int:
-    from steelyard.checkpoint import Shards
-
-    if result.output_dir is None:
-        return 0 if result.plan.errors else result.plan.output_bytes
-    with Shards(result.output_dir) as shards:
-        return shards.total_bytes
+def _print_lines(text: str) -> None:
+    for line in in_options(text).split("\n"):
+        print_line(line, LINE_STYLES.get(line.partition(":")[0]))

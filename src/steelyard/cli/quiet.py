@@ -7,11 +7,10 @@ settings.
 from __future__ import annotations
 
 import os
-import sys
 import warnings
 
 from steelyard.cli.ranks import is_first
-from steelyard.foreign import printable
+from steelyard.pipelines.announce import announce
 
 __all__ = ["quiet"]
 
@@ -35,4 +34,4 @@ def _show(
 ) -> None:
     ours = issubclass(category, UserWarning) and "steelyard" in filename
     if ours and is_first():
-        print(f"warning: {printable(str(message), keep=chr(10))}", file=sys.stderr)
+        announce(f"warning: {message}")

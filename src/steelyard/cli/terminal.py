@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from steelyard.cli.ranks import is_first
 from steelyard.foreign import printable
 from steelyard.pipelines import words
-from steelyard.pipelines.words import size
+from steelyard.pipelines.words import number, size, table_lines
 
 __all__ = [
     "SCHEMA",
@@ -67,14 +67,9 @@ def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> Non
     if sys.stdout.isatty():
         _print_rich(columns, rows)
         return
-    lines = [[column.title for column in columns], *rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
-    for line in lines:
-        cells = [
-            cell.rjust(width) if column.right else cell.ljust(width)
-            for cell, width, column in zip(line, widths, columns, strict=True)
-        ]
-        print("  ".join(cells).rstrip())
+    left = [i for i, column in enumerate(columns) if not column.right]
+    for line in table_lines([column.title for column in columns], rows, left):
+        print(line)
 
 
 def _print_rich(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
@@ -94,17 +89,6 @@ def _print_rich(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> Non
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     Console(highlight=False).print(table)
-
-
-def number(value: float | None, digits: int = 3) -> str:
-    """Return a number in few characters, "-" for none.
-
-    >>> number(0.000123456), number(4712.3)
-    ('0.000123', '4712')
-    """
-    if value is None:
-        return "-"
-    return f"{value:.0f}" if 10**digits <= abs(value) < 1e6 else f"{value:.{digits}g}"
 
 
 def shape_text(shape: Sequence[int] | None) -> str:

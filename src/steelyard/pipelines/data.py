@@ -17,8 +17,10 @@ from steelyard.pipelines.data_tokens import RowReader
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Samples", "load_samples"]
+__all__ = ["HARDLY_ANY_TOKENS", "Samples", "load_samples"]
 
+FEW_TOKENS = 1024
+HARDLY_ANY_TOKENS = 64
 MORE = 16  # rows that are fetched at once to make up for empty ones
 
 
@@ -33,6 +35,16 @@ class Samples:
     num_samples: int
     num_tokens: int
     description: str
+
+    def shortage(self) -> str | None:
+        """Return a warning where there are too few tokens to stand for what the model will see."""
+        if self.num_tokens >= FEW_TOKENS:
+            return None
+        tokens = "1 token" if self.num_tokens == 1 else f"{self.num_tokens} tokens"
+        return (
+            f"calibrating on {tokens} only: scales and rounding will fit those and little else; "
+            f"use {FEW_TOKENS} at the very least, better hundreds of samples"
+        )
 
 
 def load_samples(

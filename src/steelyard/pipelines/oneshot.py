@@ -22,9 +22,10 @@ from torch.nn import Module
 
 from steelyard.checkpoint.layout import expected_tensors
 from steelyard.distributed import Crew, Ranks, together
-from steelyard.errors import DataError, PlanError, nearest
+from steelyard.errors import CalibrationWarning, DataError, PlanError, nearest
 from steelyard.modifiers import GPTQModifier
-from steelyard.pipelines.data import load_samples
+from steelyard.pipelines.announce import announce
+from steelyard.pipelines.data import HARDLY_ANY_TOKENS, load_samples
 from steelyard.pipelines.data_limits import check_numbers, learned_positions
 from steelyard.pipelines.gptq import moment_bytes, waiting_bytes
 from steelyard.pipelines.identity import digest_of, identity_of
@@ -153,10 +154,11 @@ def oneshot(
             plan.waiting = waiting_bytes(plan, holding_budget(device), at_once)
     shown = show_progress or (show_progress is None and sys.stderr.isatty())
     if shown and (dry_run or not plan.errors):  # which are raised below
-        print(plan, file=sys.stderr)
+        announce(str(plan))
     result = Result(plan, loaded, model=model if isinstance(model, Module) else None)
     result.source = _name_of(model)
     result.notes += plan.warnings
+    result.warnings += plan.warnings
     if dry_run:
         return result
     plan.require()
@@ -193,6 +195,13 @@ def oneshot(
             max_positions=learned_positions(source.model),
         )
         result.notes.append(samples.description)
+        if few := samples.shortage():
+            result.notes.append(few)
+            result.warnings.append(few)
+            if shown:
+                announce(f"warning: {few}")
+            elif samples.num_tokens < HARDLY_ANY_TOKENS:  # surely a mistake
+                warnings.warn(few, CalibrationWarning, stacklevel=4)
         kept.begin(source, result.source, loaded.text, samples)
     tokens = samples.batches if samples is not None else ()
     alike = {

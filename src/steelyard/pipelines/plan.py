@@ -59,7 +59,7 @@ class Left:
     reason: str
 
 
-@dataclass
+@dataclass(repr=False)
 class Plan:
     """Which modules are quantized and how, which are left and why, and what that amounts to."""
 
@@ -112,6 +112,12 @@ class Plan:
         if self.errors:
             lines = "\n".join(f"  - {error}" for error in self.errors)
             raise PlanError(f"the recipe does not fit the model, and nothing was done:\n{lines}")
+
+    def __repr__(self) -> str:
+        return (
+            f"<Plan: {len(self.quantized)} modules to quantize, {len(self.left)} not, "
+            f"{len(self.errors)} errors, {len(self.warnings)} warnings>"
+        )
 
     def __str__(self) -> str:
         lines = [f"{len(self.quantized)} modules quantized"]

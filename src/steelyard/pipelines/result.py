@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from steelyard.distributed import sendable
+from steelyard.foreign import printable
 from steelyard.pipelines.plan import Plan
+from steelyard.pipelines.summary import summary
 from steelyard.recipes import Recipe
 
 __all__ = ["ModuleResult", "Result"]
@@ -29,12 +31,13 @@ class ModuleResult:
     details: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass
+@dataclass(repr=False)
 class Result:
-    """What a run did.
+    """What a run did; printed, a table of errors with sizes, warnings and notes.
 
-    model:  the module that was given, now quantized; None where the source was a folder
-    source: the name of what was quantized
+    model:    the module that was given, now quantized; None where the source was a folder
+    source:   the name of what was quantized
+    warnings: those of the notes that call for attention
     """
 
     plan: Plan
@@ -45,3 +48,13 @@ class Result:
     seconds: float = 0.0
     notes: list[str] = field(default_factory=list)
     source: str = ""
+    warnings: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        planned_only = not self.modules and not self.seconds
+        return str(self.plan) if planned_only else summary(self)
+
+    def __repr__(self) -> str:
+        where = f", output_dir={str(self.output_dir)!r}" if self.output_dir is not None else ""
+        count = len(self.modules)
+        return f"<Result: {count} modules of {printable(self.source)!r} quantized{where}>"

@@ -1,8 +1,10 @@
-"""Sizes and times in words, the same in a plan and on the command line."""
+"""Sizes, times, numbers and tables as text, the same in Python and on the command line."""
 
 from __future__ import annotations
 
-__all__ = ["duration", "size"]
+from collections.abc import Sequence
+
+__all__ = ["duration", "number", "size", "table_lines"]
 
 
 def size(nbytes: float) -> str:
@@ -29,3 +31,36 @@ def duration(seconds: float, digits: int = 0) -> str:
     if seconds < 120:
         return f"{seconds if digits else max(seconds, 1):.{digits}f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Return a number in few characters, "-" for none.
+
+    >>> number(0.000123456), number(4712.3)
+    ('0.000123', '4712')
+    """
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if 10**digits <= abs(value) < 1e6 else f"{value:.{digits}g}"
+
+
+def table_lines(
+    titles: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)
+) -> list[str]:
+    """Return rows under their titles, one line each.
+
+    left: columns that are aligned to the left; the others are numbers
+
+    >>> table_lines(["module", "error"], [["a", "0.1"], ["long name", "12"]])
+    ['module     error', 'a            0.1', 'long name     12']
+    """
+    cells = [list(titles), *(list(row) for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(titles))]
+    padded = (
+        [
+            cell.ljust(width) if i in left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        for line in cells
+    )
+    return ["  ".join(line).rstrip() for line in padded]
