@@ -24,7 +24,7 @@ import torch
 from steelyard.checkpoint.shards import DTYPE_NAMES
 from steelyard.errors import CheckpointError
 
-__all__ = ["HEADER_ROOM", "ShardFile", "entry_bytes", "is_whole"]
+__all__ = ["HEADER_ROOM", "ShardFile", "checksum", "entry_bytes", "is_whole"]
 
 HEADER_ROOM = 1 << 18  # for the header; enough for some 1,500 tensors
 _DATA = 8 + HEADER_ROOM
@@ -123,7 +123,7 @@ class ShardFile:
         for name, (dtype, shape, data) in state["waiting"].items():
             self._waiting[name] = (dtype, shape, base64.b64decode(data))
         end = _DATA + self._written
-        if _checksum(self.path, _DATA, end) != self._crc:
+        if checksum(self.path, _DATA, end) != self._crc:
             raise CheckpointError(
                 f"{self.path} is not as it was left; start anew with resume=False"
             )
@@ -173,12 +173,12 @@ def is_whole(path: Path, record: dict[str, int]) -> bool:
     if not path.is_file() or path.stat().st_size != record["size"]:
         return False
     start = record["header"]
-    if _checksum(path, 0, start) != record["header_crc"]:
+    if checksum(path, 0, start) != record["header_crc"]:
         return False
-    return _checksum(path, start, record["size"]) == record["crc"]
+    return checksum(path, start, record["size"]) == record["crc"]
 
 
-def _checksum(path: Path, start: int, end: int) -> int:
+def checksum(path: Path, start: int, end: int) -> int:
     """Return the CRC-32 of a stretch of a file, or of as much of it as there is."""
     crc = 0
     handle = os.open(path, os.O_RDONLY)

@@ -3,6 +3,7 @@
     .out.steelyard/lock           held while a run works here; a second run is refused
     .out.steelyard/journal.json   what is done, replaced in one step whenever more of it is
     .out.steelyard/journal-1.json the same of rank 1, where several ranks write
+    .out.steelyard/hidden-0-7.safetensors and others that the journal names
     .out.steelyard/checkpoint/    the output so far
     .out.steelyard/old/           what the output held before, until the last rename
     .out.steelyard-done           the journal of a run whose output is in place, until the folder
@@ -18,7 +19,6 @@ journal's last entry. What the journal was begun with (source, recipe, versions)
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import re
 import shutil
@@ -29,11 +29,10 @@ from pathlib import Path
 from typing import Any
 
 from steelyard.checkpoint.exchange import exchange
+from steelyard.checkpoint.journal import journal_text, read_journal
 from steelyard.errors import CheckpointError
 
 __all__ = ["WorkFolder", "differences", "sync", "write_in_one_step"]
-
-_FORMAT = 2
 
 
 class WorkFolder:
@@ -186,32 +185,19 @@ class WorkFolder:
         """Return the journal of a run that did not end, or only just, if there is one."""
         self.check_own()
         if self.journal.exists():
-            return self._read(self.journal)
-        return self._read(self.done) if self._owns_done() else None
+            return read_journal(self.journal)
+        return read_journal(self.done) if self._owns_done() else None
 
     def read_all(self) -> list[dict[str, Any]]:
         """Return the journals of all ranks of a run that did not end."""
-        return [self._read(path) for path in sorted(self.path.glob("journal*.json"))]
-
-    def _read(self, path: Path) -> dict[str, Any]:
-        try:
-            content: Any = json.loads(path.read_text("utf-8"))
-        except (OSError, ValueError) as error:
-            raise CheckpointError(
-                f"{path} cannot be read ({error}); start anew with resume=False"
-            ) from error
-        if not isinstance(content, dict) or content.get("format") != _FORMAT:
-            raise CheckpointError(
-                f"{path} is of another version of Steelyard; start anew with resume=False"
-            )
-        return content
+        return [read_journal(path) for path in sorted(self.path.glob("journal*.json"))]
 
     def record(self, content: dict[str, Any], rank: int = 0) -> None:
         """Replace the journal of a rank; what it speaks of must be on the disk already."""
         path = self.path / f"journal-{rank}.json" if rank else self.journal
         try:
             sync(self.checkpoint)
-            write_in_one_step(path, json.dumps({"format": _FORMAT, **content}))
+            write_in_one_step(path, journal_text(content))
         except OSError as error:
             raise CheckpointError(
                 f"{path} cannot be written: {error.strerror}; make room or choose another "

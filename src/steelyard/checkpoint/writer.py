@@ -25,6 +25,7 @@ from compressed_tensors.base import (
 )
 from compressed_tensors.quantization import QuantizationConfig
 
+from steelyard.checkpoint.journal import check_file
 from steelyard.checkpoint.model_files import is_tokenizer_file
 from steelyard.checkpoint.other_files import other_files
 from steelyard.checkpoint.place import check_apart, check_output, output_path
@@ -81,6 +82,7 @@ class CheckpointWriter:
         self.resume = resume
         self.ranks = ranks or Ranks()
         self.progress: list[dict[str, Any]] = []  # what the last marks of an earlier run said
+        self.files: dict[str, dict[str, int]] = {}  # of the work folder, that they speak of
         self.finished = False  # an earlier run came to its end, but for a word
         if source is not None:
             folder = source.folder if isinstance(source, Shards) else Path(source)
@@ -111,7 +113,7 @@ class CheckpointWriter:
         journal = self.work.read()
         if journal is None or not journal["complete"]:
             return False
-        if self.partial.exists() and self.output_dir.stat().st_ino != journal.get("folder"):
+        if self.partial.exists() and self.output_dir.stat().st_ino != journal["folder"]:
             return False
         count = len(journal["shards"])
         return journal["identity"] == self.identity and all(
@@ -130,10 +132,17 @@ class CheckpointWriter:
             except BaseException:
                 self.work.close(keep=True)
                 raise
-            begun = (self.progress, self.finished, self._shards, self._left, self._keep)
+            begun = (
+                self.progress,
+                self.files,
+                self.finished,
+                self._shards,
+                self._left,
+                self._keep,
+            )
         begun = self.ranks.broadcast(begun)
         assert begun is not None
-        self.progress, self.finished, self._shards, self._left, self._keep = begun
+        self.progress, self.files, self.finished, self._shards, self._left, self._keep = begun
         for shard in (*self._shards.values(), *self._left.values()):
             self._names.update(shard["names"])
         self._position = len(self._shards)
@@ -160,7 +169,9 @@ class CheckpointWriter:
             )  # an earlier run may have put it aside
             self.partial.mkdir()
             return
-        changed = list(differences(journals[0]["identity"], self.identity or {}))
+        identities = (journal["identity"] for journal in journals)
+        changed = [line for each in identities for line in differences(each, self.identity or {})]
+        changed = list(dict.fromkeys(changed))
         if changed:
             listed = "\n".join(f"  - {line}" for line in changed)
             raise CheckpointError(
@@ -169,6 +180,8 @@ class CheckpointWriter:
             )
         self._keep = True
         self.progress = [each for journal in journals for each in journal["progress"]]
+        for journal in journals:
+            self.files.update(journal["files"])
         if self.finished:
             if self.partial.exists():  # what the output held before: they were exchanged
                 shutil.rmtree(self.partial)
@@ -181,6 +194,8 @@ class CheckpointWriter:
     def _restore(self, journals: list[dict[str, Any]]) -> None:
         if not self.partial.is_dir():
             raise CheckpointError(f"{self.partial} is gone; start anew with resume=False")
+        for name, record in self.files.items():
+            check_file(self.work.path / name, record)
         for journal in journals:
             self._shards.update({int(i): shard for i, shard in journal["shards"].items()})
             for i, state in journal["open"].items():
@@ -241,9 +256,17 @@ class CheckpointWriter:
         passed = time.monotonic() - self._marked
         return self.identity is not None and passed >= self.mark_seconds * max(1.0, 2 * cost)
 
-    def mark(self, progress: dict[str, Any]) -> None:
-        """Record that all that was added so far is done, and what else the run must remember."""
+    def mark(
+        self, progress: dict[str, Any], files: dict[str, dict[str, int]] | None = None
+    ) -> None:
+        """Record that all that was added so far is done, and what else the run must remember.
+
+        files: those in the work folder that it needs to resume, by name, each with what
+               `file_record` says of it; None for those of the last mark
+        """
         self._require_open()
+        if files is not None:
+            self.files = files
         self._record([progress], complete=False)
 
     def _record(self, progress: list[dict[str, Any]], complete: bool) -> None:
@@ -259,6 +282,7 @@ class CheckpointWriter:
                 "folder": self.partial.stat().st_ino,  # keeps its number when it is renamed
                 "shards": self._shards,
                 "open": left,
+                "files": self.files,
                 "progress": progress,
             },
             self.ranks.rank,

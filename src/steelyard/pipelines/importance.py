@@ -94,10 +94,11 @@ class RunImportance:
 
     # -- stopping and going on ----------------------------------------------------------------
 
-    def keep(self, work: Path, done: int) -> None:
+    def keep(self, path: Path) -> bool:
+        """Write what was gathered so far, if anything was; return whether there is a file."""
         if self.gathered:
-            save_importance(self.gathered, work / f"importance-{done}")
+            save_importance(self.gathered, path)
+        return bool(self.gathered)
 
-    def take_up(self, work: Path, done: int) -> None:
-        if (saved := work / f"importance-{done}").exists():
-            self.gathered = load_importance(saved)
+    def resume(self, path: Path) -> None:
+        self.gathered = load_importance(path)

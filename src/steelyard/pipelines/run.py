@@ -19,12 +19,14 @@ from compressed_tensors.quantization import QuantizationScheme
 from torch.nn import Module
 
 from steelyard.calibration.lifecycle import with_schemes
+from steelyard.checkpoint.journal import file_record
 from steelyard.distributed import Crew, Ranks, share
 from steelyard.errors import PipelineError
 from steelyard.kernels.lane_sum import lane_of
 from steelyard.pipelines.data import Samples
 from steelyard.pipelines.dealt_weights import owners_of
 from steelyard.pipelines.decisions import Decisions
+from steelyard.pipelines.mark import Mark
 from steelyard.pipelines.own_forward import WITHOUT_DATA, own_forward
 from steelyard.pipelines.passes import Onward, Passes
 from steelyard.pipelines.progress import progress
@@ -135,8 +137,7 @@ class Run:
             numbered = {i: batch for (i, _), batch in zip(mine, batches, strict=True)}
             if self.done:
                 assert self.output.writer is not None
-                work = self.output.writer.work.path
-                load_hidden(numbered, work.glob(f"hidden-*-{self.done}.safetensors"))
+                load_hidden(numbered, self._kept("hidden"))
                 advance(self.done * len(batches))
             for index, layer in enumerate(layers):
                 if index < self.done:
@@ -209,18 +210,18 @@ class Run:
         if not self.output.progress:
             return
         weights_only = self.decisions.weights_only_schemes
-        for mark in self.output.progress:  # one of each rank that wrote
-            for name, (error, tokens, details) in mark["modules"].items():
+        for mark in map(Mark.of, self.output.progress):  # one of each rank that wrote
+            for name, (error, tokens, details) in mark.modules.items():
                 self.result.modules[name] = ModuleResult(error, tokens, details)
                 if error is not None:
                     self.output.done.add(self.source.key(f"{name}.weight"))
-            for name, scheme in mark["weights_only"].items():
+            for name, scheme in mark.weights_only.items():
                 weights_only[name] = QuantizationScheme.model_validate(scheme)
-            self.decisions.unseen = mark["unseen"]
-            self.result.notes += [n for n in mark["notes"] if n not in self.result.notes]
-            self.done, self.calibrated = mark["done"], mark["calibrated"]
-            for shard, jobs in mark["streamed"].items():
-                self.streamed[int(shard)] = max(jobs, self.streamed.get(int(shard), 0))
+            self.decisions.unseen = mark.unseen
+            self.result.notes += [n for n in mark.notes if n not in self.result.notes]
+            self.done, self.calibrated = mark.done, mark.calibrated
+            for shard, jobs in mark.streamed.items():
+                self.streamed[shard] = max(jobs, self.streamed.get(shard, 0))
         writer = self.output.writer
         assert writer is not None
         if writer.finished:
@@ -229,34 +230,54 @@ class Run:
                 "it could say so"
             )
             return
-        work = writer.work.path
-        self.decisions.importance.take_up(work, self.done)
-        self.statistics.take_up(work, self.done)
+        for path in self._kept("importance"):
+            self.decisions.importance.resume(path)
+        for path in self._kept("statistics"):
+            self.statistics.resume(path)
         if self.ranks.is_first:
-            self._forget_others(work)
+            self._forget_others()
         count = len(self.result.modules)
         self.result.notes.append(f"continued after {count} modules, which an earlier run had done")
 
     def state(self) -> dict[str, Any]:
         """Return, in JSON's types, what `take_up` needs."""
+        modules = self.result.modules.items()
         schemes = self.decisions.weights_only_schemes.items()
-        return {
-            "done": self.done,
-            "streamed": self.streamed,
-            "calibrated": self.calibrated,
-            "modules": {
-                name: [m.error, m.tokens, m.details] for name, m in self.result.modules.items()
-            },
-            "weights_only": {name: scheme.model_dump(mode="json") for name, scheme in schemes},
-            "unseen": self.decisions.unseen,
-            "notes": self.result.notes,
-        }
+        return Mark(
+            done=self.done,
+            streamed=self.streamed,
+            calibrated=self.calibrated,
+            modules={name: (m.error, m.tokens, m.details) for name, m in modules},
+            weights_only={name: scheme.model_dump(mode="json") for name, scheme in schemes},
+            unseen=self.decisions.unseen,
+            notes=self.result.notes,
+        ).model_dump(mode="json")
 
-    def _forget_others(self, work: Path) -> None:
-        """Remove what was kept for other marks than this, or by ranks that did not come to one."""
+    def _kept(self, kind: str) -> list[Path]:
+        """Return the files of one kind that the journal names."""
+        writer = self.output.writer
+        assert writer is not None
+        return [writer.work.path / n for n in sorted(writer.files) if n.startswith(f"{kind}-")]
+
+    def _keep(self, work: Path, when: str) -> dict[str, dict[str, int]]:
+        """Write what was gathered for files that the run saves; return the journal's records."""
+        kept = {}
+        for kind, part in (
+            ("importance", self.decisions.importance),
+            ("statistics", self.statistics),
+        ):
+            path = work / f"{kind}-{when}"
+            if part.keep(path):
+                kept[path.name] = file_record(path)
+        return kept
+
+    def _forget_others(self) -> None:
+        """Remove what the journal does not name: of earlier marks, or of ranks that made none."""
+        writer = self.output.writer
+        assert writer is not None
         for kind in ("hidden", "importance", "statistics"):
-            for old in work.glob(f"{kind}-*"):
-                if not old.stem.endswith(f"-{self.done}"):
+            for old in writer.work.path.glob(f"{kind}-*"):
+                if old.name not in writer.files:
                     old.unlink()
 
     def _layer_done(self, index: int, batches: dict[int, Batch] | None = None) -> None:
@@ -267,15 +288,17 @@ class Run:
             return
         started = time.monotonic()
         path = writer.work.path / f"hidden-{self.ranks.rank}-{self.done}.safetensors"
+        files: dict[str, dict[str, int]] = {}
         if batches is not None:
             save_hidden(batches, path)
-        self.ranks.wait()
+            files[path.name] = file_record(path)
+        for others in self.ranks.gather(files):
+            files |= others
         if not self.ranks.is_first:
             return
-        self.decisions.importance.keep(writer.work.path, self.done)
-        self.statistics.keep(writer.work.path, self.done)
-        writer.mark(self.state())
-        self._forget_others(writer.work.path)
+        files |= self._keep(writer.work.path, str(self.done))
+        writer.mark(self.state(), files)
+        self._forget_others()
         self._mark_cost = time.monotonic() - started
 
     # -- one module -------------------------------------------------------------------------
@@ -319,8 +342,7 @@ class Run:
         self.calibrated = True
         writer = self.output.writer
         if writer is not None and writer.identity is not None and self.ranks.is_first:
-            self.decisions.importance.keep(writer.work.path, self.done)
-            self.statistics.keep(writer.work.path, self.done)
+            writer.files = self._keep(writer.work.path, "end")  # the next mark names them
         kept = bool(self.decisions.left) and not self.decisions.hopeless() and writer is not None
         if kept and writer is not None and self.ranks.is_first:
             writer.mark(self.state())

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch.nn import Module, ModuleList
 
 from steelyard.checkpoint.work import sync
-from steelyard.errors import PipelineError
+from steelyard.errors import CheckpointError, PipelineError
 from steelyard.pipelines.own_forward import WITHOUT_DATA, own_forward
 from steelyard.pipelines.until import Enough
 
@@ -269,12 +269,25 @@ def save_hidden(batches: Mapping[int, Batch], path: Path) -> None:
 
 
 def load_hidden(batches: Mapping[int, Batch], paths: Iterable[Path]) -> None:
-    """Read it, from the files of all ranks that there were."""
+    """Read it, from the files of all ranks that there were; refuse them if a batch is missing."""
+    missing = {str(i) for i in batches}
     for path in paths:
         with safe_open(path, "pt") as file:
-            for name in {str(i) for i in batches}.intersection(file.keys()):
-                batch = batches[int(name)]
-                batch.hidden = file.get_tensor(name).to(batch.hidden.device)
+            for name in missing.intersection(file.keys()):
+                batch, hidden = batches[int(name)], file.get_tensor(name)
+                if hidden.shape != batch.hidden.shape:
+                    raise CheckpointError(
+                        f"{path} has hidden states of shape {tuple(hidden.shape)} for batch "
+                        f"{name}, which has {tuple(batch.hidden.shape)}; start anew with "
+                        "resume=False"
+                    )
+                batch.hidden = hidden.to(batch.hidden.device)
+                missing.remove(name)
+    if missing:
+        raise CheckpointError(
+            f"the unfinished run kept no hidden states for {len(missing)} of {len(batches)} "
+            "batches; start anew with resume=False"
+        )
 
 
 def _split(

@@ -189,13 +189,16 @@ class RunStatistics:
 
     # -- stopping and going on ----------------------------------------------------------------
 
-    def keep(self, work: Path, done: int) -> None:
-        if self.saved is not None and self.saved.observers:
-            self.saved.write(work / f"statistics-{done}")
+    def keep(self, path: Path) -> bool:
+        """Write what was observed so far, if anything was; return whether there is a file."""
+        if self.saved is None or not self.saved.observers:
+            return False
+        self.saved.write(path)
+        return True
 
-    def take_up(self, work: Path, done: int) -> None:
-        if self.saved is not None and (kept := work / f"statistics-{done}").exists():
-            self.saved = Statistics.read(kept)
+    def resume(self, path: Path) -> None:
+        if self.saved is not None:
+            self.saved = Statistics.read(path)
 
     # -- the end ------------------------------------------------------------------------------
 

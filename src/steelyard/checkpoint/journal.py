@@ -1,0 +1,141 @@
+"""The journal of an unfinished run: how far it came, in one sealed JSON file.
+
+    {"format": 3, "sha256": "...", "content": {...}}
+
+The digest is that of the content, so that a file which a disk or an editor changed is noticed
+whatever was changed in it. It is no signature: who can write the folder can also write a digest.
+The content names every file that the run needs to resume, each with its size and checksum.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from steelyard.checkpoint.shard_file import checksum
+from steelyard.errors import CheckpointError
+
+__all__ = ["check_file", "file_record", "journal_text", "read_journal"]
+
+_FORMAT = 3
+
+Count = Annotated[int, Field(ge=0)]
+Crc = Annotated[int, Field(ge=0, lt=1 << 32)]
+FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class FileRecord(_Strict):
+    """A file beside the checkpoint, such as the hidden states that flow into the next layer."""
+
+    size: Count
+    crc: Crc
+
+
+class ShardRecord(FileRecord):
+    """A complete shard; see `ShardFile.close`."""
+
+    names: list[str]
+    nbytes: Count
+    header: Count
+    header_crc: Crc
+
+
+class Entry(_Strict):
+    dtype: str
+    shape: list[Count]
+    data_offsets: tuple[Count, Count]
+
+
+class OpenShard(_Strict):
+    """A shard that is being written; see `ShardFile.state`."""
+
+    names: list[str]
+    nbytes: Count
+    written: Count
+    crc: Crc
+    header: Count
+    entries: dict[str, Entry]
+    waiting: dict[str, tuple[str, list[Count], str]]
+
+
+class Journal(_Strict):
+    """What a rank recorded.
+
+    identity: what the run is made of
+    complete: the checkpoint is complete, and may be in its place already
+    folder:   inode of the folder that the checkpoint grows in, also when it was moved
+    shards:   by number
+    open:     by number
+    files:    by name, in the work folder
+    progress: one mark of each rank; their form is the pipeline's own matter
+    """
+
+    identity: dict[str, Any]
+    complete: bool
+    folder: Count
+    shards: dict[Count, ShardRecord]
+    open: dict[Count, OpenShard]
+    files: dict[FileName, FileRecord]
+    progress: list[dict[str, Any]]
+
+
+def journal_text(content: dict[str, Any]) -> str:
+    """Return the text of a journal with the fields of `Journal`, sealed."""
+    text = json.dumps(content)
+    plain = json.loads(text)  # numbers as keys become strings
+    return f'{{"format": {_FORMAT}, "sha256": "{_digest(plain)}", "content": {text}}}'
+
+
+def read_journal(path: Path) -> dict[str, Any]:
+    """Return the fields of a journal; refuse one that is damaged or of another version."""
+    try:
+        outer: Any = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise _damaged(path, str(error)) from error
+    if isinstance(outer, dict) and outer.get("format") != _FORMAT and "format" in outer:
+        raise CheckpointError(
+            f"{path} is of another version of Steelyard, or damaged; start anew with resume=False"
+        )
+    if not isinstance(outer, dict) or set(outer) != {"format", "sha256", "content"}:
+        raise _damaged(path, "it is no journal")
+    if _digest(outer["content"]) != outer["sha256"]:
+        raise _damaged(path, "its content does not match its checksum")
+    try:
+        journal = Journal.model_validate_json(json.dumps(outer["content"]))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise _damaged(path, f"{where}: {first['msg']}") from error
+    return journal.model_dump(mode="python")
+
+
+def file_record(path: Path) -> dict[str, int]:
+    """Return what `check_file` needs to know about a file, which is on the disk already."""
+    size = path.stat().st_size
+    return {"size": size, "crc": checksum(path, 0, size)}
+
+
+def check_file(path: Path, record: dict[str, int]) -> None:
+    """Refuse a file that is not as it was when its record was made."""
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing; start anew with resume=False")
+    if path.is_symlink() or file_record(path) != record:
+        raise CheckpointError(
+            f"{path} was changed or cut off after it was written; start anew with resume=False"
+        )
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _damaged(path: Path, reason: str) -> CheckpointError:
+    return CheckpointError(f"{path} was damaged ({reason}); start anew with resume=False")

@@ -1,0 +1,49 @@
+"""How far a run came: what it records in the journal, and reads when it resumes."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from steelyard.errors import CheckpointError
+
+__all__ = ["Mark"]
+
+Count = Annotated[int, Field(ge=0)]
+
+
+class Mark(BaseModel):
+    """What one rank had done.
+
+    done:         layers
+    streamed:     shard -> its jobs that are done
+    calibrated:   all modules are, and their tensors written
+    modules:      module -> error, tokens and details, as in `ModuleResult`
+    weights_only: module -> the scheme that it got instead of the recipe's
+    unseen:       modules that no token reached
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    done: Count
+    streamed: dict[Count, Count]
+    calibrated: bool
+    modules: dict[str, tuple[float | None, Count, dict[str, Any]]]
+    weights_only: dict[str, dict[str, Any]]
+    unseen: list[str]
+    notes: list[str]
+
+    @classmethod
+    def of(cls, progress: dict[str, Any]) -> Mark:
+        """Return the mark that a journal holds."""
+        try:
+            return cls.model_validate_json(json.dumps(progress))
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise CheckpointError(
+                f"the journal of the unfinished run was damaged (progress.{where}: "
+                f"{first['msg']}); start anew with resume=False"
+            ) from error
