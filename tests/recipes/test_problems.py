@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from steelyard.errors import RecipeError
 from steelyard.modifiers import QuantizationModifier
 from steelyard.recipes import load_recipe
+from steelyard.recipes.elsewhere import ELSEWHERE
+from steelyard.recipes.structure import modifier_names
 
 BASE = "quantization_stage.quantization_modifiers.QuantizationModifier"
 WRONG = """\
@@ -263,7 +265,8 @@ def test_what_is_no_recipe(recipe: Any, told: str) -> None:
     ("name", "remedy"),
     [
         ("QuantizationModifier", "from steelyard.modifiers import QuantizationModifier"),
-        ("AWQModifier", "steelyard has .*QuantizationModifier"),
+        ("AWQModifier", "AWQModifier is not implemented yet; use GPTQModifier"),
+        ("OtherModifier", "steelyard has .*QuantizationModifier"),
     ],
 )
 @pytest.mark.parametrize("as_list", [False, True])
@@ -402,3 +405,11 @@ def test_mutated_text_loads_or_is_a_recipe_error(text: str, edits: list[Any]) ->
 
 def test_the_text_that_is_mutated_is_right() -> None:
     assert len(load_recipe(RIGHT).modifiers) == 2
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_modifiers_that_only_llm_compressor_has_are_said_to_be_missing(name: str) -> None:
+    (line,) = refusal({name: {"scheme": "W4A16"}})
+    assert f"{name} is not implemented yet; use " in line
+    assert "did you mean" not in line
+    assert name not in modifier_names()

@@ -58,15 +58,12 @@ def recipe_from(
         if problem := group_size_problem(scheme):
             raise typer.BadParameter(f"--group-size {problem}")
         options["group_size"] = group_size
-    from pydantic import ValidationError
-
     from steelyard.errors import RecipeError
+    from steelyard.modifiers.check import check_options
 
-    try:
-        made = GPTQModifier(**options) if gptq else QuantizationModifier(**options)
-    except ValidationError as error:
-        causes = "; ".join(e["msg"].removeprefix("Value error, ") for e in error.errors())
-        raise RecipeError(causes) from None
+    made = check_options(GPTQModifier if gptq else QuantizationModifier, options, ())
+    if isinstance(made, list):  # without the names of our classes, which nobody typed
+        raise RecipeError("; ".join(text for _, text in made))
     if weigh and not made.needs_data and _weighs(options["weight_observer"]):
         return [IMatrixGatherer(ignore=options["ignore"]), made]
     return made

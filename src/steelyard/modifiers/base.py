@@ -3,20 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from compressed_tensors.quantization import QuantizationConfig
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from steelyard.modifiers.targets import Target
 from steelyard.registry import Registry
 
 __all__ = ["Modifier"]
 
+if TYPE_CHECKING:
+    from pydantic._internal._model_construction import ModelMetaclass
+else:
+    ModelMetaclass = type(BaseModel)
+
 Class = TypeVar("Class", bound="type[Modifier]")
 
 
-class Modifier(BaseModel):
+class _Refusing(ModelMetaclass):
+    """Makes a call of the class raise a RecipeError, in the words of a recipe in YAML.
+
+    Not an `__init__`, which pydantic would call when it validates, too.
+    """
+
+    def __call__(cls, *args: Any, **options: Any) -> Any:
+        try:
+            return super().__call__(*args, **options)
+        except (ValidationError, TypeError, AttributeError) as error:
+            from steelyard.modifiers.check import refusal
+
+            raise refusal(cls, options, error) from None  # type: ignore[arg-type]
+
+
+class Modifier(BaseModel, metaclass=_Refusing):
     """One step of a recipe.
 
     targets, ignore: module names, class names, or `re:` and a regular expression

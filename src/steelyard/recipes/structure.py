@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from steelyard.errors import nearest
 from steelyard.modifiers import Modifier
-from steelyard.recipes.locate import KeyPath, Problem
+from steelyard.modifiers.locate import KeyPath, Problem
+from steelyard.recipes.elsewhere import ELSEWHERE, not_here
 
 __all__ = ["Entry", "entries_of", "modifier_names"]
 
@@ -80,6 +81,8 @@ def _item(item: Any, path: KeyPath) -> Entry | Problem:
 
 
 def _entry(name: Any, options: Any, path: KeyPath, also: str = "") -> Entry | Problem:
+    if isinstance(name, str) and name in ELSEWHERE:
+        return path, not_here(name)
     if not isinstance(name, str) or name not in Modifier.registry:
         return path, f"unknown modifier {name!r}: {nearest(str(name), modifier_names())}{also}"
     if options is None:  # `Name:` with nothing behind it
@@ -98,12 +101,12 @@ def wrong_object(item: Any) -> str:
     """Say why a Python object is no modifier, and what to do."""
     kind = item if isinstance(item, type) else type(item)
     if kind.__module__.split(".")[0] == "llmcompressor":
-        known = kind.__name__ in modifier_names()
-        remedy = (
-            f"write `from steelyard.modifiers import {kind.__name__}`"
-            if known
-            else f"steelyard has {', '.join(modifier_names())}"
-        )
+        if kind.__name__ in modifier_names():
+            remedy = f"write `from steelyard.modifiers import {kind.__name__}`"
+        elif kind.__name__ in ELSEWHERE:
+            remedy = not_here(kind.__name__)
+        else:
+            remedy = f"steelyard has {', '.join(modifier_names())}"
         return f"{kind.__name__} comes from {kind.__module__}: {remedy}"
     if isinstance(item, type) and issubclass(item, Modifier):
         return f"{item.__name__} is a class: call it with its options, {item.__name__}(...)"

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from steelyard.errors import RecipeError
-from steelyard.recipes.locate import KeyPath, Problem, Source
+from steelyard.modifiers.locate import KeyPath, Problem, Source
 
 __all__ = ["add_numbers", "read_yaml"]
 

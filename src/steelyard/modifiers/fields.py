@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
-from steelyard.recipes.locate import KeyPath
+from steelyard.modifiers.locate import KeyPath
 
 __all__ = ["Model", "Place", "nested_models", "place_of"]
 

@@ -15,15 +15,15 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from pydantic import BaseModel, ValidationError
 
 from steelyard.errors import OptionError, RecipeError, UnknownNameError
-from steelyard.modifiers import Modifier
+from steelyard.modifiers.base import Modifier
+from steelyard.modifiers.fields import Model, nested_models
+from steelyard.modifiers.locate import KeyPath, Problem, Source
 from steelyard.modifiers.quantization.observers import ObserverChoice
 from steelyard.modifiers.quantization.schemes import args_problem, target_problem
+from steelyard.modifiers.wording import KINDS, first_line, got, told
 from steelyard.observers import Observer
-from steelyard.recipes.fields import Model, nested_models
-from steelyard.recipes.locate import KeyPath, Problem
-from steelyard.recipes.wording import KINDS, first_line, got, told
 
-__all__ = ["check_options"]
+__all__ = ["check_options", "refusal"]
 
 
 def check_options(
@@ -41,6 +41,15 @@ def check_options(
     except Exception as error:
         return _blame(modifier, options, path, error) + inside
     return inside + list(_converted(options, made, path)) or made
+
+
+def refusal(modifier: type[Modifier], options: Mapping[str, Any], error: Exception) -> RecipeError:
+    """Return the error for a modifier that is constructed in Python: its name is the place."""
+    name = modifier.__name__
+    problems = check_options(modifier, options, (name,))
+    if isinstance(problems, Modifier):  # not the options but the call: an argument without a name
+        return RecipeError(f"{name}: {first_line(error)}")
+    return Source({name: options}).refuse(problems)
 
 
 # -- errors that pydantic does not collect ----------------------------------------------------

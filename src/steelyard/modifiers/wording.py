@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from steelyard.errors import nearest
-from steelyard.recipes.fields import Model, place_of
-from steelyard.recipes.locate import KeyPath, Problem
+from steelyard.modifiers.fields import Model, place_of
+from steelyard.modifiers.locate import KeyPath, Problem
 
 __all__ = ["first_line", "got", "told"]
 
