@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import weakref
 from collections.abc import Iterator
 from contextlib import suppress
@@ -34,6 +35,7 @@ __all__ = ["DTYPE_NAMES", "INDEX", "SINGLE", "Shards", "TensorInfo"]
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PIECE = 1 << 22
+_NUMBERED = re.compile(r"(.+)-(\d{1,9})-of-(\d{1,9})\.safetensors")
 
 
 class Shards:
@@ -68,6 +70,7 @@ class Shards:
             self.files = [self.folder / SINGLE]
         else:
             self.files = present
+            _check_numbers(self.folder, present)
         if not self.files:
             raise CheckpointError(_no_weights(self.folder))
         self.unread = [file for file in present if file not in self.files]
@@ -216,6 +219,22 @@ class Shards:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _check_numbers(folder: Path, present: list[Path]) -> None:
+    """Refuse shards whose names say that there are more; without an index nothing else does."""
+    numbers: dict[tuple[str, int], set[int]] = {}
+    for path in present:
+        if match := _NUMBERED.fullmatch(path.name):
+            numbers.setdefault((match[1], int(match[3])), set()).add(int(match[2]))
+    for (name, count), found in numbers.items():
+        if len(found) < count:
+            first = next(i for i in range(1, count + 1) if i not in found)
+            raise CheckpointError(
+                f"{folder} holds {len(found)} of {count} files {name}-*, without "
+                f"{name}-{first:05d}-of-{count:05d}.safetensors and {INDEX}; the download is "
+                "incomplete, run it again"
+            )
 
 
 def _memory(nbytes: int) -> torch.Tensor:

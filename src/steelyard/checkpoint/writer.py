@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
@@ -301,11 +301,15 @@ class CheckpointWriter:
         tensor = tensor.detach().cpu().contiguous()
         self._file_for(name, tensor.nbytes, tensor.ndim).add(name, tensor)
 
-    def copy(self, name: str, source: Shards) -> None:
-        """Write a tensor of another checkpoint, a piece at a time."""
+    def copy(self, name: str, source: Shards, pieces: Iterable[Any] | None = None) -> None:
+        """Write a tensor of another checkpoint, a piece at a time.
+
+        pieces: its bytes, where they are looked at on their way
+        """
         info = source.info(name)
         file = self._file_for(name, info.nbytes, len(info.shape))
-        file.add_pieces(name, info.dtype, info.shape, source.pieces(name))
+        given = source.pieces(name) if pieces is None else pieces
+        file.add_pieces(name, info.dtype, info.shape, given)
 
     def at(self, position: int) -> None:
         """Let the tensors that follow be those of one shard, which holds them all.

@@ -64,7 +64,8 @@ def describe_non_finite(observed: torch.Tensor, label: str) -> str:
     nans = int(torch.isnan(observed).sum())
     infinities = int(torch.isinf(observed).sum())
     kinds = [f"{nans} NaN"] * bool(nans) + [f"{infinities} infinite"] * bool(infinities)
+    first = torch.isfinite(observed).logical_not().nonzero()[:1].flatten().tolist()
     return (
-        f"{label} holds {' and '.join(kinds)} of {observed.numel()} values: repair the source "
-        "(an overflow in fp16, or a damaged file, is the usual cause)"
+        f"{label} holds {' and '.join(kinds)} of {observed.numel()} values, the first at {first}: "
+        "repair the source (an overflow in fp16, or a damaged file, is the usual cause)"
     )

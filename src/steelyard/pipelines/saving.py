@@ -22,6 +22,7 @@ from steelyard.distributed import Ranks
 from steelyard.errors import CheckpointInvalid, PipelineError
 from steelyard.observers.fusion import fused_groups
 from steelyard.pipelines.class_loading import loading_problems
+from steelyard.pipelines.finite import check_finite, finite_pieces
 from steelyard.pipelines.packed import DENSE, Packed, pack_module
 from steelyard.pipelines.plan import Plan
 from steelyard.pipelines.skeleton import own_buffers, parts_of
@@ -175,6 +176,7 @@ class Output:
 
     def _add_plain(self, name: str, tensor: torch.Tensor) -> None:
         assert self.writer is not None
+        check_finite(name, tensor)
         self.writer.add(name, tensor)
         self._note_plain(name, tensor.ndim)
 
@@ -215,7 +217,7 @@ class Output:
                 if name not in self.done:
                     self._note_plain(name, len(shards.info(name).shape))
                     if name not in self.writer:
-                        self.writer.copy(name, shards)
+                        self.writer.copy(name, shards, finite_pieces(name, shards))
             self.writer.mark(progress or {})
             self.writer.carry(shards)
             self._carry_tokenizer()

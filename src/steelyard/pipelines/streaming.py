@@ -28,6 +28,7 @@ from steelyard.observers.fusion import decided_together
 from steelyard.observers.importance import ImportanceObserver
 from steelyard.observers.importance_file import Importance
 from steelyard.pipelines.figures import figures_of
+from steelyard.pipelines.finite import check_finite, finite_pieces
 from steelyard.pipelines.plan import Plan, Planned, search_time
 from steelyard.pipelines.progress import progress
 from steelyard.pipelines.result import ModuleResult
@@ -288,6 +289,7 @@ class Stream:
         if not job.modules:
             for i, name in enumerate(job.names):
                 if weights:
+                    check_finite(name, weights[i])
                     self.writer.add(name, weights[i])
                 else:
-                    self.writer.copy(name, self.view)
+                    self.writer.copy(name, self.view, finite_pieces(name, self.view))
