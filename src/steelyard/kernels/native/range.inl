@@ -72,12 +72,18 @@ struct Wide {
     static constexpr int SIZE = VECTOR_BYTES / sizeof(Int);
     typedef Int type __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(Int)), may_alias));
 
-    static type places(int first) {
-        type at;
-        for (int i = 0; i < SIZE; ++i) at[i] = Int(2 * i + first);
-        return at;
+    template <int FIRST>
+    static type pick(type a, type b) {
+        return pick<FIRST>(a, b, std::make_integer_sequence<int, SIZE>());
     }
-    static type pick(type a, type b, type at) { return __builtin_shuffle(a, b, at); }
+    template <int FIRST, int... I>
+    static type pick(type a, type b, std::integer_sequence<int, I...>) {
+#if defined(__clang__)  // each compiler has what the other lacks, gcc before its version 12
+        return __builtin_shufflevector(a, b, (2 * I + FIRST)...);
+#else
+        return __builtin_shuffle(a, b, type{Int(2 * I + FIRST)...});
+#endif
+    }
     static type load(const Int* from) {  // ordered
         const type x = *reinterpret_cast<const type*>(from);
         return x ^ ((x >> (8 * sizeof(Int) - 1)) & std::numeric_limits<Int>::max());
@@ -99,7 +105,6 @@ class Neighbours {
     const int64_t size, rows, across;
     const int64_t parts, width, together;  // vectors of a row; values and groups of a vector
     const int64_t tile, tiles;             // groups of a tile, tiles of a row
-    const V even, odd;
 
     void read(const Int* at, int64_t vectors, V* lows, V* highs) const {
         for (int64_t row = 0; row < rows; ++row) {
@@ -125,8 +130,8 @@ class Neighbours {
             vectors = (vectors + 1) / 2;
             for (int64_t i = 0; i < vectors; ++i) {
                 const V a = lows[2 * i], b = lows[2 * i + 1], c = highs[2 * i], d = highs[2 * i + 1];
-                lows[i] = W::min(W::pick(a, b, even), W::pick(a, b, odd));
-                highs[i] = W::max(W::pick(c, d, even), W::pick(c, d, odd));
+                lows[i] = W::min(W::template pick<0>(a, b), W::template pick<1>(a, b));
+                highs[i] = W::max(W::template pick<0>(c, d), W::template pick<1>(c, d));
             }
         }
     }
@@ -154,9 +159,7 @@ class Neighbours {
           width(std::min(size, SIZE)),
           together(SIZE / width),
           tile(std::min(TILE * together, (across + together - 1) / together * together)),
-          tiles((across + tile - 1) / tile),
-          even(W::places(0)),
-          odd(W::places(1)) {}
+          tiles((across + tile - 1) / tile) {}
 
     int64_t count() const { return v.size[1] * tiles; }
     int64_t grain() const { return (1 << 17) / (tile * size * rows); }

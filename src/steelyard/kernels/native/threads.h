@@ -6,6 +6,9 @@
 #include <atomic>
 #include <cstdint>
 #include <exception>
+#include <stdexcept>
+#include <string>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -37,7 +40,16 @@ void parallel_for(int64_t items, int64_t grain, int threads, const Body& body) {
     } else {
         std::vector<std::thread> team;
         team.reserve(threads - 1);
-        for (int t = 1; t < threads; ++t) team.emplace_back(work);
+        try {
+            for (int t = 1; t < threads; ++t) team.emplace_back(work);
+        } catch (const std::system_error& error) {
+            // those that run must be joined before the vector goes, or the process ends
+            if (!failed.exchange(true))
+                failure = std::make_exception_ptr(std::runtime_error(
+                    "cannot start thread " + std::to_string(team.size() + 2) + " of " +
+                    std::to_string(threads) + " (" + error.what() +
+                    "); allow more processes or memory, or lower torch.set_num_threads"));
+        }
         work();
         for (auto& thread : team) thread.join();
     }
