@@ -17,6 +17,7 @@ BUILT_IN = {
     "NoStatisticsError": AssertionError,
     "NonFiniteError": ValueError,
     "OptionError": ValueError,
+    "OutputError": OSError,
     "PipelineError": RuntimeError,
     "PlanError": ValueError,
     "RanksError": RuntimeError,

@@ -24,6 +24,7 @@ __all__ = [
     "NoStatisticsError",
     "NonFiniteError",
     "OptionError",
+    "OutputError",
     "PipelineError",
     "PlanError",
     "RanksError",
@@ -117,6 +118,10 @@ class CheckpointError(SteelyardError, ValueError):
 
 class CheckpointInvalid(CheckpointError):
     """A written checkpoint that must not be served."""
+
+
+class OutputError(SteelyardError, OSError):
+    """A file of results that could not be written; the run that made them can be resumed."""
 
 
 class ReportError(SteelyardError, ValueError):

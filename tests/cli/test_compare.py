@@ -6,9 +6,11 @@ import json
 import re
 from pathlib import Path
 
+import pytest
 from commands import Command
 
 from steelyard.pipelines.compare import compare
+from steelyard.report import Report, write_files
 
 
 def test_document_is_that_of_the_python_call(
@@ -37,6 +39,28 @@ def test_page_has_layers_by_their_depth(steelyard: Command, model: Path, tmp_pat
     first, last = (found.error(found.cases[0], names) for names in found.layers().values())
     assert row["layers"] == [first, None, last]
     assert row["bits_per_weight"] == found.cases[0].bits_per_weight
+
+
+@pytest.mark.parametrize("suffix", ["json", "html"])
+def test_report_replaces_only_a_comparison(
+    suffix: str, steelyard: Command, model: Path, tmp_path: Path
+) -> None:
+    options = ["--schemes", "W8A8", "--observers", "memoryless_minmax", "--layers", 1, "--report"]
+    report = tmp_path / f"report.{suffix}"
+    for _ in range(2):
+        assert steelyard("compare", model, *options, report).code == 0
+    run = Report(title="x", notes=["of a run"])
+    write_files(run, tmp_path / "run")
+    (tmp_path / "theirs").write_text("mine")
+    (tmp_path / "link").symlink_to(report)
+    taken = [model / "config.json", model / "model.safetensors", tmp_path / "theirs"]
+    taken += [tmp_path / "run" / f"report.{suffix}", tmp_path / "link"]
+    before = [path.read_bytes() for path in taken]
+    for path in taken:
+        answer = steelyard("compare", model, *options, path)
+        assert (answer.code, answer.out) == (2, ""), path  # before any work
+        assert "not replaced" in answer.err or "is a link" in answer.err
+    assert [path.read_bytes() for path in taken] == before
 
 
 def test_tables(steelyard: Command, model: Path) -> None:

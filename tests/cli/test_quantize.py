@@ -210,3 +210,31 @@ def test_only_the_first_rank_speaks(
     assert failed.err.startswith("error (rank 1): there is no scheme 'W9A9'")
     monkeypatch.setenv("RANK", "0")
     assert "21 modules" in steelyard(*arguments).out
+
+
+@pytest.mark.parametrize("given", ["folder", "name"])
+def test_tokenizer_brings_its_files_alone(
+    given: str, steelyard: Command, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a folder with other things in it, or by a name on the hub, here in its cache."""
+    bare, folder = tmp_path / "bare", tmp_path / "hub" / "models--org--tokens"
+    tokens = folder / "snapshots" / "c0ffee"
+    for place in (bare, tokens):
+        place.mkdir(parents=True)
+    for file in model.iterdir():
+        place = tokens if file.name.startswith(("tokenizer", "special")) else bare
+        (place / file.name).write_bytes(file.read_bytes())
+    (tokens / "secrets.json").write_text("{}")
+    (tokens / "calibration.txt").write_text("mine")
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("c0ffee")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    name = tokens if given == "folder" else "org/tokens"
+    out = tmp_path / "q"
+    options = ("--scheme", "FP8_DYNAMIC", "--tokenizer", name)
+    answer = steelyard("quantize", bare, "-o", out, *options)
+    assert answer.code == 0, answer.err
+    before = {file.name for file in model.iterdir()}
+    assert before <= {file.name for file in out.iterdir()}
+    assert not (out / "secrets.json").exists() and not (out / "calibration.txt").exists()

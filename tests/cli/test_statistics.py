@@ -65,3 +65,21 @@ def test_mistakes_are_told_without_a_trace(
     )
     assert answer.code == 2 and "--statistics does not go with GPTQModifier" in answer.err
     assert "Traceback" not in answer.err and not (tmp_path / "q").exists()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_other_files_are_not_replaced(
+    steelyard: Command, model: Path, texts: None, tmp_path: Path
+) -> None:
+    observe = ("observe", model, "--scheme", "FP8", "--data", "first.jsonl", "--samples", 2)
+    assert steelyard(*observe, "-o", "s").code == 0
+    before = {file.name: file.read_bytes() for file in model.iterdir()}
+    for name in ("model.safetensors", "config.json"):
+        for command in (observe, ("merge", "s")):
+            answer = steelyard(*command, "-o", model / name)
+            assert (answer.code, answer.out) == (1, "")
+            assert "holds no statistics of Steelyard, so it is not replaced" in answer.err
+    assert {file.name: file.read_bytes() for file in model.iterdir()} == before
+    assert steelyard(*observe, "-o", "s").code == 0  # its own kind
+    answer = steelyard("merge", "s", "-o", "s/t")
+    assert answer.code == 1 and "s is not a folder" in answer.err

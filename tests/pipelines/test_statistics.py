@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import multiprocessing
+import os
 from pathlib import Path
 from typing import Any
 
@@ -568,14 +570,15 @@ def test_files_that_cannot_be_joined(source: Path, saved: Path, tmp_path: Path) 
 def test_a_file_appears_whole_or_not_at_all(
     source: Path, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from steelyard.pipelines import statistics_file
+    write = os.write
 
-    def full(tensors: Any, path: Path, metadata: Any) -> None:
-        path.write_bytes(b"half")
-        raise OSError("no space left")
+    def full(handle: int, data: Any) -> int:
+        write(handle, data[:4])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    (tmp_path / "s").write_bytes(b"before")
-    monkeypatch.setattr(statistics_file, "save_file", full)
-    with pytest.raises(OSError, match="no space"):
+    before = saved.read_bytes()
+    (tmp_path / "s").write_bytes(before)
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match="s cannot be written: No space left"):
         merge_statistics([saved], tmp_path / "s")
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"s": b"before"}
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"s": before}

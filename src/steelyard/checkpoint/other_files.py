@@ -14,7 +14,7 @@ from pathlib import Path
 from steelyard.checkpoint.header import mode_of, unreadable
 from steelyard.errors import CheckpointError
 
-__all__ = ["check_kinds", "entries", "other_files"]
+__all__ = ["can_be_copied", "check_kinds", "entries", "other_files"]
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 _NOT_MODEL = {".git", ".cache"}  # what git and the hub's downloader leave beside a model
@@ -35,7 +35,7 @@ def other_files(folder: Path) -> list[Path]:
                 continue
             if stat.S_ISDIR(mode_of(path)):
                 pending.append(path)
-            elif not _is_weights(path) and _can_be_copied(path, root):
+            elif not _is_weights(path) and can_be_copied(path, root):
                 found.append(path.relative_to(folder))
     return sorted(found)
 
@@ -61,7 +61,7 @@ def entries(folder: Path) -> list[Path]:
         raise unreadable(folder, error) from error
 
 
-def _can_be_copied(path: Path, root: Path) -> bool:
+def can_be_copied(path: Path, root: Path) -> bool:
     """Whether it is a file; what must not be copied, or cannot, is an error.
 
     root: the folder of the checkpoint, resolved

@@ -31,8 +31,9 @@ from typing import Any
 from steelyard.checkpoint.exchange import exchange
 from steelyard.checkpoint.journal import journal_text, read_journal
 from steelyard.errors import CheckpointError
+from steelyard.whole_file import write_whole
 
-__all__ = ["WorkFolder", "differences", "sync", "write_in_one_step"]
+__all__ = ["WorkFolder", "differences", "sync"]
 
 
 class WorkFolder:
@@ -197,7 +198,7 @@ class WorkFolder:
         path = self.path / f"journal-{rank}.json" if rank else self.journal
         try:
             sync(self.checkpoint)
-            write_in_one_step(path, journal_text(content))
+            write_whole(path, journal_text(content))
         except OSError as error:
             raise CheckpointError(
                 f"{path} cannot be written: {error.strerror}; make room or choose another "
@@ -248,17 +249,6 @@ class WorkFolder:
                 self.old.rename(self.output)
                 raise
         sync(self.output.parent)
-
-
-def write_in_one_step(path: Path, text: str) -> None:
-    """Write a file that is on the disk as a whole, or as it was before."""
-    partial = path.with_name(f"{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    partial.replace(path)
-    sync(path.parent)
 
 
 def sync(path: Path) -> None:

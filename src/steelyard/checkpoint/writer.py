@@ -26,14 +26,21 @@ from compressed_tensors.base import (
 from compressed_tensors.quantization import QuantizationConfig
 
 from steelyard.checkpoint.journal import check_file
-from steelyard.checkpoint.model_files import is_tokenizer_file
 from steelyard.checkpoint.other_files import other_files
 from steelyard.checkpoint.place import check_apart, check_output, output_path
 from steelyard.checkpoint.shard_file import ShardFile, is_whole
 from steelyard.checkpoint.shards import INDEX, SINGLE, Shards
+from steelyard.checkpoint.tokenizer_files import tokenizer_files
 from steelyard.checkpoint.work import WorkFolder, differences, sync
 from steelyard.distributed import Ranks
-from steelyard.errors import CalibrationError, CheckpointError, RanksError, SteelyardError
+from steelyard.errors import (
+    CalibrationError,
+    CheckpointError,
+    OutputError,
+    RanksError,
+    ReportError,
+    SteelyardError,
+)
 
 __all__ = ["CheckpointWriter", "quantization_config_dict"]
 
@@ -232,7 +239,7 @@ class CheckpointWriter:
         if not self.ranks.is_first:
             return
         # of which the cause can be removed
-        lasting = (CheckpointError, CalibrationError, RanksError)
+        lasting = (CheckpointError, CalibrationError, RanksError, OutputError, ReportError)
         worth = kind is not None and not (
             issubclass(kind, SteelyardError) and not issubclass(kind, lasting)
         )
@@ -383,6 +390,10 @@ class CheckpointWriter:
         """Copy what is not weights from a folder that need not hold any."""
         return self._carry(folder, other_files(folder))
 
+    def carry_tokenizer(self, folder: Path) -> list[Path]:
+        """Copy the files of a tokenizer or processor, and nothing else that lies beside them."""
+        return self._carry(folder, tokenizer_files(folder))
+
     def _carry(self, folder: Path, files: list[Path]) -> list[Path]:
         self._require_open()
         carried = []
@@ -431,8 +442,7 @@ class CheckpointWriter:
             raise CheckpointError(f"no tensor was added to {self.output_dir}")
         self._record(self.progress, complete=False)
         if self.keep_tokenizer and self.output_dir.is_dir():
-            there = other_files(self.output_dir)
-            self._carry(self.output_dir, [path for path in there if is_tokenizer_file(path)])
+            self.carry_tokenizer(self.output_dir)
         (self.partial / CONFIG).write_text(_to_json(config), "utf-8")
         self._name_shards()
         for path in (*self.partial.rglob("*"), self.partial):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +14,8 @@ from steelyard.cli.known import OBSERVERS, SCHEMES, completing, one_of
 from steelyard.cli.ranks import is_first
 from steelyard.cli.recipe import ignored_by
 from steelyard.cli.terminal import Column, number, print_document, print_line, print_table
+from steelyard.errors import ReportError
+from steelyard.whole_file import FileKind
 
 if TYPE_CHECKING:
     from steelyard.pipelines.compare import Comparison
@@ -82,6 +85,11 @@ def compare(
     keep = matching(filter)
     if report is not None and not report.absolute().parent.is_dir():
         raise typer.BadParameter(f"there is no folder {report.parent} for the report; make it")
+    if report is not None and is_first():
+        try:
+            _comparison_file().check_place(report)
+        except ReportError as error:
+            raise typer.BadParameter(str(error)) from None
     from steelyard.pipelines import compare as engine
 
     found = engine.compare(
@@ -93,27 +101,48 @@ def compare(
         layers=layers,
         show_progress=None if is_first() else False,
     )
-    if report is not None and is_first():
-        write_comparison_report(found, report)
     if json:
         print_document("compare", found.as_dict())
     else:
         print_comparison(found)
-        if report is not None:
+    if report is not None and is_first():
+        sys.stdout.flush()
+        write_comparison_report(found, report)
+        if not json:
             print_line(f"report: {report}")
+
+
+def _comparison_file() -> FileKind:
+    return FileKind("comparison", _is_comparison, ReportError)
+
+
+def _is_comparison(path: Path) -> bool:
+    """Whether a file was written by `--report`."""
+    import json
+
+    from steelyard.report import report_at
+
+    page = report_at(path)
+    if page is not None:
+        return page.comparison is not None and page.summary is None
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError:
+        return False
+    return isinstance(content, dict) and content.get("command") == "compare"
 
 
 def write_comparison_report(comparison: Comparison, path: Path) -> None:
     """Write a comparison to a file: a page if its name ends so, else JSON."""
     if path.suffix.lower() in (".html", ".htm"):
-        path.write_text(_page(comparison), "utf-8")
+        _comparison_file().write(path, _page(comparison).encode())
         return
     import json
 
     from steelyard.cli.terminal import SCHEMA
 
     document = {"schema": SCHEMA, "command": "compare", **comparison.as_dict()}
-    path.write_text(json.dumps(document, indent=2) + "\n", "utf-8")
+    _comparison_file().write(path, (json.dumps(document, indent=2) + "\n").encode())
 
 
 def _page(comparison: Comparison) -> str:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["demo"]
 
+TITLE = "Steelyard's demo"
 MEASURED = ("kl_divergence", "perplexity", "top1_agreement")
 
 
@@ -36,6 +37,11 @@ class Way(NamedTuple):
     scheme: str
     observer: str
     recipe: Any
+
+    @property
+    def title(self) -> str:
+        """What the report of the checkpoint is called."""
+        return f"{self.scheme}, {self.observer}"
 
     @property
     def name(self) -> str:
@@ -55,6 +61,9 @@ def demo(
             show_default="a folder for temporary files",
         ),
     ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace other checkpoints that are there, too.")
+    ] = False,
     samples: options.Samples = 16,
     max_seq_length: options.MaxSeqLength = 512,
     json: options.Json = False,
@@ -73,6 +82,8 @@ def demo(
     from steelyard.pipelines.progress import progress
 
     started = time.perf_counter()
+    if output is not None:
+        check_places(output, overwrite)
     folder = output or Path(tempfile.mkdtemp(prefix="steelyard-demo-"))
     model = model_folder()
     calibration, held_out = calibration_texts(samples), held_out_texts(samples)
@@ -101,6 +112,25 @@ def demo(
     print_line(f"report: {page}", style="bold green")
 
 
+def check_places(folder: Path, overwrite: bool) -> None:
+    """Refuse, before any work, to replace what is neither an earlier demo's nor a checkpoint."""
+    from steelyard.checkpoint.place import check_output
+    from steelyard.errors import ReportError
+    from steelyard.report import report_at
+    from steelyard.whole_file import FileKind
+
+    def title_at(path: Path) -> str | None:
+        report = report_at(path)
+        return None if report is None else report.title
+
+    for way in ways():
+        place = (folder / way.name).resolve()
+        check_output(place, overwrite or title_at(place / "report.json") == way.title)
+    page = FileKind("report of a demo", lambda path: title_at(path) == TITLE, ReportError)
+    for name in ("report.json", "report.html") if folder.is_dir() else ():
+        page.check_place(folder / name)
+
+
 def _run(
     way: Way,
     model: Path,
@@ -118,9 +148,8 @@ def _run(
     data = calibration if load_recipe(way.recipe).needs_data else None
     result = oneshot(model, way.recipe, data, folder, overwrite=True, **limits)
     measured = evaluate(model, folder, held_out, **limits).as_dict()
-    title = f"{way.scheme}, {way.observer}"
     report = read_report(folder).model_copy(
-        update={"title": title, "evaluation": numbers_of(measured)}
+        update={"title": way.title, "evaluation": numbers_of(measured)}
     )
     if is_first():
         write_files(report, folder)
@@ -195,7 +224,7 @@ def write_demo_report(found: list[dict[str, Any]], folder: Path) -> None:
         "where little flows.",
         "Each checkpoint lies beside this page, with a report of its own.",
     ]
-    write_files(Report(title="Steelyard's demo", comparison=rows, notes=notes), folder)
+    write_files(Report(title=TITLE, comparison=rows, notes=notes), folder)
 
 
 def _mean_error(result: Result) -> float:

@@ -6,18 +6,18 @@ over. Sums of two runs add up to those of one run over all the data.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from steelyard.errors import ImportanceError
+from steelyard.whole_file import FileKind, safetensors_metadata
 
-__all__ = ["Importance", "load_importance", "merge_importance", "save_importance"]
+__all__ = ["IMPORTANCE", "Importance", "load_importance", "merge_importance", "save_importance"]
 
 Importance = dict[str, tuple[torch.Tensor, int]]
 """module -> (sum of squares per input channel, fp32; tokens)"""
@@ -27,22 +27,20 @@ _ARCHITECTURES = {"qwen3_moe": "qwen3moe", "qwen2_moe": "qwen2moe", "mixtral": "
 _ARCHITECTURES |= {"smollm3": "llama", "mistral": "llama", "gemma3_text": "gemma3"}
 
 
+def _is_own(path: Path) -> bool:
+    return (safetensors_metadata(path) or {}).get("steelyard") == _KIND
+
+
+IMPORTANCE = FileKind("importance", _is_own, ImportanceError)
+
+
 def save_importance(importance: Mapping[str, tuple[torch.Tensor, int]], path: str | Path) -> None:
     """Write a file that is there as a whole or not at all."""
-    path = Path(path)
     tensors = {}
     for name, (squares, tokens) in importance.items():
         tensors[f"{name}.sum"] = squares.detach().to("cpu", torch.float32).contiguous()
         tensors[f"{name}.count"] = torch.tensor(tokens, dtype=torch.int64)
-    if not path.parent.is_dir():
-        raise ImportanceError(
-            f"{path.parent} is not a folder, so {path.name} cannot be saved in it"
-        )
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    save_file(tensors, partial, metadata={"steelyard": _KIND})
-    with partial.open("rb") as file:
-        os.fsync(file.fileno())
-    partial.replace(path)
+    IMPORTANCE.write(path, save(tensors, metadata={"steelyard": _KIND}))
 
 
 def load_importance(

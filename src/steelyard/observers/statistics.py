@@ -8,7 +8,6 @@ torch.distributed's, or `IN_ORDER`, which puts one party's values after the othe
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from torch import distributed as dist
 from steelyard.distributed.packing import gather_plainly
 from steelyard.errors import StatisticsError
 from steelyard.observers.fusion import disagreement
+from steelyard.whole_file import FileKind, safetensors_metadata
 
 if TYPE_CHECKING:
     from steelyard.observers.base import Observer
@@ -169,24 +169,22 @@ def _like(observer: Observer) -> Observer:
     return fresh
 
 
+def _is_own(path: Path) -> bool:
+    identity = _parse((safetensors_metadata(path) or {}).get("steelyard"))
+    return identity is not None and "updates" in identity  # not so the file of a whole run
+
+
+_FILE = FileKind("statistics", _is_own, StatisticsError)
+
+
 def save(observer: Observer, path: str | Path) -> None:
     """Write the statistics to a safetensors file; the file appears whole or not at all."""
-    from safetensors.torch import save_file
+    from safetensors.torch import save as tensors_to_bytes
 
-    path = Path(path)
     identity, tensors = state_of(observer)
     if not tensors:
         raise StatisticsError(f"{observer.label} has observed nothing that could be saved")
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.touch()
-    mode = partial.stat().st_mode  # what a new file gets here; safetensors would make it private
-    try:
-        save_file(tensors, partial, metadata={"steelyard": json.dumps(identity)})
-        partial.chmod(mode)
-        partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+    _FILE.write(path, tensors_to_bytes(tensors, metadata={"steelyard": json.dumps(identity)}))
 
 
 def load(observer: Observer, path: str | Path) -> None:

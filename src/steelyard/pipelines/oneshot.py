@@ -37,6 +37,7 @@ from steelyard.pipelines.result import Result
 from steelyard.pipelines.run import Run, model_device
 from steelyard.pipelines.runnable import unrunnable
 from steelyard.pipelines.save_pretrained import save_as_quantized
+from steelyard.pipelines.saved_files import check_saved_files
 from steelyard.pipelines.saving import Output
 from steelyard.pipelines.schemes import apply_schemes
 from steelyard.pipelines.source import Source
@@ -117,6 +118,7 @@ def oneshot(
     if propagate_error is None:
         propagate_error = any(m.propagates_error for m in loaded.modifiers)
     kept = RunStatistics(loaded, propagate_error, save_statistics, statistics)
+    check_saved_files(loaded, save_statistics, output_dir)
     if statistics is not None and dataset is not None:
         raise DataError("statistics= is taken instead of data: leave dataset out")
     streams = _streams(model, loaded, config, pipeline)
@@ -244,8 +246,9 @@ def oneshot(
             else:
                 run.layer_by_layer(samples)
         run.end()
-        if ranks.is_first:
+        if ranks.is_first and not run.output.was_complete:  # else they are in place already
             kept.save(result.notes)
+            run.decisions.importance.save()
         final = run.decisions.final_config(config, source.module_key)
         folder = None
         if ranks.is_first:
@@ -253,8 +256,6 @@ def oneshot(
                 final, loaded.text, result.modules, plan, run.state(), leave_in
             )
         result.output_dir = ranks.broadcast(folder)
-    if ranks.is_first:
-        run.decisions.importance.save()
     if result.model is not None:
         save_as_quantized(
             source,

@@ -27,6 +27,7 @@ from steelyard.pipelines.packed import DENSE, Packed, pack_module
 from steelyard.pipelines.plan import Plan
 from steelyard.pipelines.skeleton import own_buffers, parts_of
 from steelyard.pipelines.source import Source
+from steelyard.pipelines.tokenizer import tokenizer_of
 from steelyard.pipelines.written_config import written_config
 
 __all__ = ["Output"]
@@ -87,6 +88,11 @@ class Output:
     def progress(self) -> list[dict[str, Any]]:
         """How far an earlier run came, in the words of its last marks, one of each rank."""
         return [] if self.writer is None else self.writer.progress
+
+    @property
+    def was_complete(self) -> bool:
+        """Whether an earlier run put all in place, and was killed before it could say so."""
+        return self.writer is not None and self.writer.finished
 
     def add(
         self,
@@ -279,11 +285,12 @@ class Output:
         assert self.writer is not None
         if self.tokenizer is None:
             return
-        if isinstance(self.tokenizer, (str, Path)):
-            self.writer.carry_files(Path(self.tokenizer))
+        given = self.tokenizer
+        if isinstance(given, (str, Path)) and Path(given).is_dir():
+            self.writer.carry_tokenizer(Path(given))
             return
         with tempfile.TemporaryDirectory() as temporary:
-            self.tokenizer.save_pretrained(temporary)
+            tokenizer_of(given, self.source).save_pretrained(temporary)
             self.writer.carry_files(Path(temporary))
 
 

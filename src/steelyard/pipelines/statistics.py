@@ -30,7 +30,7 @@ from steelyard.pipelines.data import Samples
 from steelyard.pipelines.identity import digest_of, versions
 from steelyard.pipelines.importance import RunImportance
 from steelyard.pipelines.source import Source
-from steelyard.pipelines.statistics_file import Key, Observed, Statistics, fingerprint
+from steelyard.pipelines.statistics_file import STATISTICS, Key, Observed, Statistics, fingerprint
 from steelyard.recipes import Recipe
 
 __all__ = ["RunStatistics", "merge_statistics"]
@@ -42,7 +42,7 @@ def merge_statistics(paths: Sequence[str | Path], out: str | Path) -> None:
     """Join files into one, which is that of one run over the data of all, in their order."""
     if isinstance(paths, (str, Path)) or not paths:
         raise StatisticsError("merge_statistics takes a list of files, of which there is none")
-    _check_place(out)
+    STATISTICS.check_place(out)
     Statistics.joined([(str(path), Statistics.read(path)) for path in paths]).write(out)
 
 
@@ -70,7 +70,7 @@ class RunStatistics:
             return
         _check_request(recipe, propagate, save_to, file)
         if save_to is not None:
-            _check_place(save_to)
+            STATISTICS.check_place(save_to)
         if file is not None:
             self.given = Statistics.read(file)
 
@@ -248,17 +248,6 @@ def _check_request(
         raise PlanError(
             f"{name}= has no use here, since there is nothing to observe: the recipe needs no "
             "calibration data"
-        )
-
-
-def _check_place(path: str | Path) -> None:
-    """Refuse a place where no file can be written, before there is anything to write."""
-    path = Path(path)
-    if path.is_dir():
-        raise StatisticsError(f"{path} is a folder; statistics are saved in one file")
-    if not path.parent.is_dir():
-        raise StatisticsError(
-            f"{path.parent} is not a folder, so {path.name} cannot be saved in it"
         )
 
 

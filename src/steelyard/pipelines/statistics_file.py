@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,14 +18,14 @@ from typing import Any
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
-from steelyard.checkpoint.work import sync
 from steelyard.errors import StatisticsError
 from steelyard.observers import Observer
 from steelyard.observers.statistics import State, restore, state_of
+from steelyard.whole_file import FileKind, safetensors_metadata
 
-__all__ = ["Key", "Observed", "Statistics", "fingerprint"]
+__all__ = ["STATISTICS", "Key", "Observed", "Statistics", "fingerprint"]
 
 Key = tuple[str, str]
 """Module, and what is observed there: weight (its importance) | input | output | q | k | v."""
@@ -82,7 +81,6 @@ class Statistics:
 
     def write(self, path: str | Path) -> None:
         """Write a file that is there as a whole or not at all."""
-        path = Path(path)
         kinds: list[Any] = []
         places: dict[str, int] = {}
         observers, tensors = [], {}
@@ -108,19 +106,8 @@ class Statistics:
             "kinds": kinds,
             "observers": observers,
         }
-        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-        try:
-            partial.touch()
-            mode = partial.stat().st_mode  # of a new file here; safetensors makes it private
-            # in one entry: several would be written in any order
-            save_file(tensors, partial, metadata={"steelyard": json.dumps(content)})
-            partial.chmod(mode)
-            sync(partial)
-            partial.replace(path)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
-        sync(path.parent)
+        # in one entry: several would be written in any order
+        STATISTICS.write(path, save(tensors, metadata={"steelyard": json.dumps(content)}))
 
     @classmethod
     def read(cls, path: str | Path) -> Statistics:
@@ -275,6 +262,14 @@ def fingerprint(weight: torch.Tensor) -> str:
 def _bytes(value: torch.Tensor) -> bytes:
     flat = value.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes()
+
+
+def _is_own(path: Path) -> bool:
+    content = _parsed((safetensors_metadata(path) or {}).get("steelyard"))
+    return content is not None and content.get("kind") == _KIND
+
+
+STATISTICS = FileKind("statistics", _is_own, StatisticsError)
 
 
 def _parsed(text: str | None) -> dict[str, Any] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,10 +10,20 @@ from typing import Any
 from steelyard.errors import ReportError
 from steelyard.pipelines.result import Result
 from steelyard.report.report import Report
+from steelyard.whole_file import write_whole
 
-__all__ = ["HTML", "JSON", "add_evaluation", "read_report", "write_files", "write_report"]
+__all__ = [
+    "HTML",
+    "JSON",
+    "add_evaluation",
+    "read_report",
+    "report_at",
+    "write_files",
+    "write_report",
+]
 
 JSON, HTML = "report.json", "report.html"
+_DATA = re.compile(rb'<script type="application/json" id="report">(.*?)</script>', re.DOTALL)
 
 
 def write_report(
@@ -55,15 +65,20 @@ def add_evaluation(folder: str | Path, evaluation: Mapping[str, Any]) -> Report:
     return report
 
 
-def _replace(path: Path, text: str) -> None:
-    """Write a file aside, wait until it is on the disk, and put it in place."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
+def report_at(path: Path) -> Report | None:
+    """Return the report that a file holds, as data or as a page; None where it is none."""
     try:
-        with aside.open("w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
+        text = path.read_bytes()
+        if not text.lstrip().startswith(b"{"):
+            found = _DATA.search(text)
+            text = found[1] if found else b""
+        return Report.from_json(text)
+    except (OSError, ReportError):
+        return None
+
+
+def _replace(path: Path, text: str) -> None:
+    try:
+        write_whole(path, text)
     except OSError as error:
-        aside.unlink(missing_ok=True)
         raise ReportError(f"{path} cannot be written: {error.strerror}") from error

@@ -1,0 +1,154 @@
+"""Single files that a run writes: where they may go, and that they are whole or as they were.
+
+A file replaces only one of its own kind: what else lies there is the user's, or part of a model.
+It is written under a hidden name beside, brought to the disk, and renamed. Whoever writes holds a
+lock on that hidden file, so the next run can tell what a killed one left, and removes it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from steelyard.errors import OutputError, SteelyardError
+
+__all__ = ["FileKind", "safetensors_metadata", "write_whole"]
+
+
+@dataclass(frozen=True)
+class FileKind:
+    """A kind of file that we write.
+
+    what:   its name in messages, such as "statistics"
+    is_own: whether an existing regular file is of this kind; may raise OSError
+    error:  raised for a place that cannot take it
+    """
+
+    what: str
+    is_own: Callable[[Path], bool]
+    error: type[SteelyardError]
+
+    def check_place(self, path: str | Path) -> None:
+        """Refuse, before there is anything to write, a place where it cannot or must not go."""
+        if not str(path).strip():
+            raise self.error(f"the path of the {self.what} is empty, perhaps an unset variable")
+        path = Path(path)
+        if not path.parent.is_dir():
+            raise self.error(
+                f"{path.parent} is not a folder, so {path.name} cannot be saved in it; make it"
+            )
+        try:
+            mode = path.lstat().st_mode
+        except FileNotFoundError:
+            mode = 0
+        except OSError as error:
+            raise self.error(
+                f"{path} cannot be used for the {self.what}: {error.strerror}; choose another name"
+            ) from error
+        if mode:
+            self._check_replaceable(path, mode)
+        if not os.access(path.parent, os.W_OK | os.X_OK):
+            raise self.error(
+                f"{path.parent} is not a folder that you may write to, so {path.name} cannot be "
+                "saved in it; choose another"
+            )
+        _remove_leftovers(path)
+
+    def _check_replaceable(self, path: Path, mode: int) -> None:
+        if stat.S_ISDIR(mode):
+            raise self.error(f"{path} is a folder; the {self.what} are saved in one file")
+        if stat.S_ISLNK(mode):
+            raise self.error(
+                f"{path} is a link, which is not followed; give the file that it leads to"
+            )
+        if not stat.S_ISREG(mode):
+            raise self.error(f"{path} is a pipe, a socket or a device; choose a file")
+        try:
+            own = path.stat().st_size == 0 or self.is_own(path)
+        except OSError:
+            own = False
+        if not own:
+            raise self.error(
+                f"{path} exists and holds no {self.what} of Steelyard, so it is not replaced; "
+                "choose another name, or remove it"
+            )
+
+    def write(self, path: str | Path, content: bytes) -> None:
+        """Write it, if the place is still one that may take it."""
+        self.check_place(path)
+        try:
+            write_whole(path, content)
+        except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            remedy = "make room" if full else "choose another place, or mend this one"
+            raise OutputError(
+                f"{path} cannot be written: {error.strerror or error}; {remedy}, and run the same "
+                "command again"
+            ) from error
+
+
+def write_whole(path: str | Path, content: bytes | str) -> None:
+    """Write a file that is on the disk as a whole, or as it was before; else OSError."""
+    path = Path(path)
+    data = memoryview(content.encode("utf-8") if isinstance(content, str) else content)
+    _remove_leftovers(path)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    handle = os.open(partial, flags, 0o666)
+    try:
+        with suppress(OSError):  # a disk without locks
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        done = 0
+        while done < len(data):
+            done += os.write(handle, data[done:])
+        os.fsync(handle)
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(handle)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Remove what killed runs left of this file."""
+    for old in path.parent.glob(f".{_literal(path.name)}.*.partial"):
+        number = old.name.removeprefix(f".{path.name}.").removesuffix(".partial")
+        if not number.isdigit():
+            continue
+        if int(number) == os.getpid():  # of another process that had our number
+            old.unlink(missing_ok=True)
+            continue
+        with suppress(OSError):
+            handle = os.open(old, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # else someone writes it
+                old.unlink()
+            finally:
+                os.close(handle)
+
+
+def _literal(name: str) -> str:
+    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
+
+
+def safetensors_metadata(path: Path) -> dict[str, str] | None:
+    """Return the metadata of a safetensors file; None where it is none."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            return dict(file.metadata() or {})
+    except SafetensorError:
+        return None
