@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import ast
 import errno
+import inspect
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from commands import Command
 
-from steelyard.cli.mistakes import WORDS, explain
+from steelyard.cli.app import build
+from steelyard.cli.mistakes import ARGUMENTS, WORDS, explain, in_options
 from steelyard.errors import SteelyardError
+from steelyard.evaluate import evaluate
+from steelyard.pipelines.oneshot import oneshot as run_oneshot
 
 SOURCE = Path(__file__).parents[2] / "src" / "steelyard"
 
@@ -165,6 +173,55 @@ def test_mistyped_ignore_names_the_option(steelyard: Command, model: Path, tmp_p
     answer = steelyard("quantize", model, "-o", tmp_path / "q", *options)
     assert answer.code == 2 and not (tmp_path / "q").exists()
     assert "'re:.*mplp.*' of --ignore matches no module" in answer.err
+
+
+def _messages() -> Iterator[tuple[str, str]]:
+    """Yield every text of the package that is no docstring, with {} for what is filled in."""
+    for path in SOURCE.rglob("*.py"):
+        if "cli" in path.parts:
+            continue
+        tree = ast.parse(path.read_text("utf-8"))
+        inner = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}  # docstrings
+        for node in ast.walk(tree):
+            if isinstance(node, ast.JoinedStr):
+                inner.update(map(id, node.values))
+                parts = [v.value if isinstance(v, ast.Constant) else "{}" for v in node.values]
+                yield f"{path.name}:{node.lineno}", "".join(map(str, parts))
+            elif isinstance(node, ast.Constant) and id(node) not in inner:
+                yield f"{path.name}:{node.lineno}", str(node.value)
+
+
+def test_no_message_speaks_of_python_arguments() -> None:
+    functions = (run_oneshot, evaluate)
+    names = {name for f in functions for name in inspect.signature(f).parameters}
+    assert {"text_column", "splits", "dataset"} <= names
+    names.remove("propagate_error")  # no command has it
+    left = [
+        f"{where}: {said}"
+        for where, message in _messages()
+        for said in [in_options(message)]
+        if names.intersection(re.findall(r"\b([a-z_]+)=", said))
+    ]
+    assert left == []
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ("name the one to read with text_column=", "name the one to read with --text-column"),
+        ("pass max_seq_length=128 to cut them", "pass --max-seq-length 128 to cut them"),
+        ("has the splits a, b: choose one, splits=", "has the splits a, b: choose one, --split"),
+        ("give a larger max_seq_length", "give a larger --max-seq-length"),
+    ],
+)
+def test_arguments_become_options(message: str, said: str) -> None:
+    assert in_options(message) == said
+
+
+@pytest.mark.parametrize("option", sorted({*ARGUMENTS.values()}))
+def test_every_option_that_a_message_names_exists(option: str) -> None:
+    commands = typer.main.get_command(build()).commands.values()  # type: ignore[attr-defined]
+    assert option in {name for command in commands for p in command.params for name in p.opts}
 
 
 @pytest.mark.parametrize("words", WORDS)

@@ -47,6 +47,7 @@ def evaluate(
     max_seq_length: options.MaxSeqLength = 2048,
     batch_size: options.BatchSize = 1,
     text_column: options.TextColumn = "text",
+    split: options.Split = None,
     seed: options.Seed = 0,
     json: options.Json = False,
 ) -> None:
@@ -71,6 +72,7 @@ def evaluate(
             max_seq_length=max_seq_length,
             batch_size=batch_size,
             text_column=text_column,
+            split=split,
             seed=seed,
             show_progress=is_first(),
         )

@@ -22,6 +22,7 @@ from steelyard.cli.ranks import rank
 from steelyard.foreign import printable, reason_of
 
 __all__ = [
+    "ARGUMENTS",
     "FAILED",
     "INTERRUPTED",
     "USAGE",
@@ -56,6 +57,20 @@ WORDS = {
     "group_size=": "--group-size ",
 }
 """Words of the package's messages, and what one types instead."""
+
+ARGUMENTS = {
+    "text_column": "--text-column",
+    "max_seq_length": "--max-seq-length",
+    "batch_size": "--batch-size",
+    "num_calibration_samples": "--samples",
+    "num_samples": "--samples",
+    "output_dir": "--output",
+    "splits": "--split",
+    "split": "--split",
+}
+"""Arguments of the Python functions, wherever a message has `name=` or `name=value`."""
+_ARGUMENT = re.compile(rf"\b({'|'.join(ARGUMENTS)})=(?=(\S)?)")
+_NAME = re.compile(rf"\b({'|'.join(name for name in ARGUMENTS if '_' in name)})\b")
 
 
 class Interrupted(Exception):
@@ -120,6 +135,8 @@ def in_options(message: str) -> str:
     """Return a message of the package with the options that one types, alike lines joined."""
     for python, option in WORDS.items():
         message = message.replace(python, option)
+    message = _ARGUMENT.sub(lambda m: ARGUMENTS[m[1]] + (" " if m[2] else ""), message)
+    message = _NAME.sub(lambda m: ARGUMENTS[m[1]], message)
     return joined_lines(message)
 
 

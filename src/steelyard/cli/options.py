@@ -26,6 +26,7 @@ __all__ = [
     "Samples",
     "SchemeName",
     "Seed",
+    "Split",
     "Targets",
     "TextColumn",
     "Tokenizer",
@@ -170,6 +171,15 @@ Data = Annotated[
 ]
 TextColumn = Annotated[
     str, typer.Option("--text-column", metavar="NAME", help="The column of the data with the text.")
+]
+Split = Annotated[
+    str | None,
+    typer.Option(
+        "--split",
+        metavar="NAME",
+        help="The split of a dataset on the hub that has several.",
+        show_default=False,
+    ),
 ]
 Tokenizer = Annotated[
     str | None,
