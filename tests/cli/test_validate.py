@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
@@ -61,3 +62,21 @@ def test_negative_scales_that_were_asked_for_are_good(
     assert any(bool((scale < 0).any()) for scale in scales), "else this shows nothing"
     assert all(bool(torch.isfinite(scale).all()) for scale in scales)
     assert steelyard("validate", folder).code == 0
+
+
+def test_quantized_embedding_that_the_head_shares(
+    steelyard: Command, model: Path, tmp_path: Path
+) -> None:
+    """Made of an untied model, since a plan refuses a tied one."""
+    folder = tmp_path / "q"
+    targets = ["--targets", "model.embed_tokens"]
+    answer = steelyard("quantize", model, "-o", folder, "--scheme", "W8A16", *targets)
+    assert answer.code == 0, answer.err
+    assert steelyard("validate", folder).code == 0
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    tensors = {name: tensor for name, tensor in read(folder).items() if name != "lm_head.weight"}
+    save_file(tensors, folder / "model.safetensors")
+    answer = steelyard("validate", folder)
+    assert answer.code == 1
+    assert "model.embed_tokens is quantized and shares its weight with lm_head" in answer.out

@@ -53,10 +53,12 @@ def validate(
     from steelyard.checkpoint.written import WrittenCheckpoint
     from steelyard.errors import CheckpointError
     from steelyard.observers.fusion import fused_groups
+    from steelyard.pipelines.class_loading import loading_problems, tied_problems
     from steelyard.pipelines.source import model_folder
 
     folder = model_folder(checkpoint)
     view = None if original is None else CheckpointView(model_folder(original), cut=False)
+    notes: list[str] = []
     try:
         written = WrittenCheckpoint(folder, None)
     except CheckpointError as error:
@@ -69,6 +71,10 @@ def validate(
             fused=list(fused_groups(written.schemes)),
             allow_negative=_negative(written),
         )
+        infos = [written.shards.info(name) for name in written.shards]
+        specs = {info.name: (info.dtype, info.shape) for info in infos}
+        problems += tied_problems(written.config, specs)
+        notes = [] if problems else loading_problems(written.config, specs)
     if json:
         print_document(
             "validate",
@@ -77,6 +83,7 @@ def validate(
                 "source": None if view is None else str(view.folder),
                 "modules": modules,
                 "problems": problems,
+                "notes": notes,
             },
         )
     elif problems:
@@ -86,6 +93,8 @@ def validate(
     else:
         against = f", against {view.folder}" if view is not None else ""
         print_line(f"{folder} is good: {modules} quantized modules checked{against}", "green")
+        for note in notes:
+            print_line(f"note: {note}")
     if problems:
         raise typer.Exit(FAILED)
 

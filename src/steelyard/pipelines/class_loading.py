@@ -18,9 +18,9 @@ from torch.nn import Embedding, Linear
 
 from steelyard.checkpoint.layout import expected_tensors, format_of
 from steelyard.checkpoint.written import PARAMETER
-from steelyard.pipelines.model_class import ModelClass, NoModelClass
+from steelyard.pipelines.model_class import ModelClass, NoModelClass, tied_modules
 
-__all__ = ["loading_problems"]
+__all__ = ["loading_problems", "tied_problems"]
 
 Specs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 """Tensors of a checkpoint: type and shape by name."""
@@ -50,6 +50,26 @@ def loading_problems(config: Mapping[str, Any], tensors: Specs) -> list[str]:
         *_initialization(known, schemes),
     ]
     return [f"transformers {transformers.__version__} {problem}" for problem in problems]
+
+
+def tied_problems(config: Mapping[str, Any], tensors: Specs) -> list[str]:
+    """Return the quantized modules whose weight another module shares, a sentence each.
+
+    No server reads them: the other module would be given codes, or nothing.
+    """
+    try:
+        known = ModelClass.of(config, {_plain(name) for name in tensors})
+    except NoModelClass:
+        return []
+    tied = tied_modules(known.model)
+    owners = {name.rpartition(".")[0] for name in tensors if _plain(name) != name}
+    shared = {owner: tied.get(known.module_name(owner) or "") for owner in sorted(owners)}
+    return [
+        f"{name} is quantized and shares its weight with {other}, which cannot read it; quantize "
+        "the model again without that target"
+        for name, other in shared.items()
+        if other is not None
+    ]
 
 
 def _plain(name: str) -> str:
