@@ -24,7 +24,7 @@ T = TypeVar("T")
 _BEAT = 1.0  # seconds between two signs of life
 _LOOK = 0.5  # seconds between two looks at the others
 _ANSWER = 6.0  # seconds without a sign, once something is known to be wrong
-_SILENCE = 45.0  # seconds without a sign, while nothing else is wrong
+_SILENCE = 40.0  # seconds without a sign, while nothing else is wrong
 _ARRIVAL = 600.0  # seconds that a rank may take to its first sign
 
 

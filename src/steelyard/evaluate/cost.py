@@ -16,6 +16,7 @@ __all__ = ["Costs", "seconds_of"]
 
 _LOADED = 200  # operations that it takes as long to read, decode and widen a weight
 _SCORED = 200  # and to compare two logits in fp64
+_REACHED = 0.5  # of the rate of a large product, by a layer with its attention and norms
 _STEP = 2e-3  # seconds that a step takes on top, whatever its size
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -76,4 +77,4 @@ def seconds_of(operations: float, steps: int, width: int) -> float:
         x @ weight
         count += 1
     rate = count * 2 * 256 * width * width / (time.perf_counter() - started)
-    return operations / rate + steps * _STEP
+    return operations / (_REACHED * rate) + steps * _STEP
