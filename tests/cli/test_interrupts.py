@@ -7,9 +7,10 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from commands import Command
@@ -28,13 +29,22 @@ def default_handler() -> Iterator[None]:
 class Interrupts:
     """Is interrupted while it is finalized, where Python drops what is raised."""
 
+    dropped: ClassVar[list[BaseException]] = []
+
     def __del__(self) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            wait()
+        except KeyboardInterrupt as error:
+            self.dropped.append(error)
+            raise
 
 
 @pytest.fixture
-def dropped(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def reported(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return what is reported of exceptions that Python drops."""
     found: list[Any] = []
+    monkeypatch.setattr(Interrupts, "dropped", [])
     monkeypatch.setattr(sys, "unraisablehook", lambda what: found.append(what.exc_type))
     return found
 
@@ -45,18 +55,48 @@ def wait(seconds: float = 10.0) -> None:
         time.sleep(0.01)
 
 
-def test_interrupt_dropped_by_a_finalizer_arrives(dropped: list[Any]) -> None:
+def test_interrupt_dropped_by_a_finalizer_arrives(reported: list[Any]) -> None:
     with pytest.raises(KeyboardInterrupt), interruptible():
         Interrupts()
         wait()
-    assert dropped == [KeyboardInterrupt]
+    assert len(Interrupts.dropped) == 1
+    assert reported == []
 
 
-def test_interrupt_dropped_while_the_main_thread_waits_arrives(dropped: list[Any]) -> None:
+def test_interrupt_dropped_while_the_main_thread_waits_arrives(reported: list[Any]) -> None:
     with pytest.raises(KeyboardInterrupt), interruptible():
         Interrupts()
         threading.Event().wait(10)
-    assert dropped == [KeyboardInterrupt]
+    assert len(Interrupts.dropped) == 1
+    assert reported == []
+
+
+def test_interrupt_dropped_by_a_weak_reference_arrives(reported: list[Any]) -> None:
+    """As by those that `WeakSet` keeps, which torch has."""
+
+    def called(_: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        wait()
+
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        kept = {1}
+        reference = weakref.ref(kept, called)
+        del kept
+        assert reference() is None
+        wait()
+    assert reported == []
+
+
+def test_other_dropped_exceptions_are_reported(reported: list[Any]) -> None:
+    def called(_: object) -> None:
+        raise ValueError
+
+    with interruptible():
+        kept = {1}
+        reference = weakref.ref(kept, called)
+        del kept
+        assert reference() is None
+    assert reported == [ValueError]
 
 
 def test_cleaning_up_is_not_interrupted() -> None:
@@ -89,11 +129,12 @@ def test_second_interrupt_ends_the_cleaning_up() -> None:
     assert steps == []
 
 
-def test_nothing_comes_after_the_end(dropped: list[Any]) -> None:
+def test_nothing_comes_after_the_end(reported: list[Any]) -> None:
     with interruptible():
         Interrupts()
     wait(0.5)
-    assert dropped == [KeyboardInterrupt]
+    assert len(Interrupts.dropped) == 1
+    assert reported == []
 
 
 def test_ignored_stays_ignored() -> None:

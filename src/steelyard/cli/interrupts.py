@@ -1,9 +1,9 @@
 """Ctrl-C on the command line: it always arrives.
 
-Python raises KeyboardInterrupt wherever the main thread happens to be. In a finalizer, a library's
-callback or under a bare `except` the exception is dropped, and the run goes on as if nobody had
-pressed a key. So the handler looks again a moment later: unless the exception is on its way up, it
-raises another.
+Python raises KeyboardInterrupt wherever the main thread happens to be. In a finalizer, a callback
+of a weak reference or under a bare `except` the exception is dropped, and the run goes on as if
+nobody had pressed a key. So the handler looks again a moment later: unless the exception is on its
+way up, it raises another.
 """
 
 from __future__ import annotations
@@ -30,12 +30,19 @@ def interruptible() -> Iterator[None]:
     if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
-    handler = _Handler()
+    handler, report = _Handler(), sys.unraisablehook
+
+    def quiet(dropped: sys.UnraisableHookArgs) -> None:
+        if not isinstance(dropped.exc_value, KeyboardInterrupt):  # which will come again
+            report(dropped)
+
     signal.signal(signal.SIGINT, handler)
+    sys.unraisablehook = quiet
     try:
         yield
     finally:
         handler.close()
+        sys.unraisablehook = report
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
