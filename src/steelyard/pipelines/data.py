@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["HARDLY_ANY_TOKENS", "Samples", "load_samples"]
 
 FEW_TOKENS = 1024
-HARDLY_ANY_TOKENS = 64
+HARDLY_ANY_TOKENS = 32
 MORE = 16  # rows that are fetched at once to make up for empty ones
 
 
