@@ -29,6 +29,9 @@ def read_config(folder: Path) -> dict[str, Any]:
         ) from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} is not an object but {show(config)}; download it again")
+    kind = config.get("model_type")
+    if kind is not None and not isinstance(kind, str):
+        raise CheckpointError(f"{path} has model_type {show(kind)}, which is no name of a model")
     quantization = config.get("quantization_config")
     if quantization is None:
         config.pop("quantization_config", None)

@@ -16,6 +16,7 @@ from compressed_tensors.utils.match import match_name
 
 from steelyard.checkpoint.config_file import check_patterns, read_quantization
 from steelyard.checkpoint.layout import compressor_of, format_of, words_for
+from steelyard.checkpoint.patterns import PREFIX
 from steelyard.checkpoint.shards import Shards
 from steelyard.errors import CheckpointError
 
@@ -44,6 +45,9 @@ class WrittenCheckpoint:
             module, _, local = name.rpartition(".")
             self.tensors.setdefault(module, set()).add(local)
         check_patterns(folder, self.quantization, self.tensors)
+        ignore = self.quantization.ignore or ()
+        self._ignored = set(ignore)  # a list of all that is left out may have 100,000 names
+        self._patterns = [entry for entry in ignore if entry.startswith(PREFIX)]
         self.schemes = {
             module: scheme
             for module in self.tensors
@@ -52,7 +56,7 @@ class WrittenCheckpoint:
 
     def _scheme(self, module: str) -> QuantizationScheme | None:
         """The scheme of a module: by its name, else by a pattern, else by its likely class."""
-        if any(match_name(module, entry) for entry in self.quantization.ignore or ()):
+        if module in self._ignored or any(match_name(module, p) for p in self._patterns):
             return None
         classes = [likely_class(module)]
         if any(PARAMETER.fullmatch(local) for local in self.tensors[module]):

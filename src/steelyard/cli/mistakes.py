@@ -99,8 +99,8 @@ def explain(error: BaseException, show_traceback: bool = False) -> int:
     who = f"error (rank {rank()})" if rank() else "error"
     if message is None:
         message = (
-            f"{type(error).__name__}: {reason_of(error)}. This is a defect of Steelyard; please "
-            "report it with the lines above"
+            f"{type(error).__name__}: {reason_of(Exception(*error.args))}. This is a defect of "
+            "Steelyard; please report it with the lines above"
         )
     sys.stdout.flush()
     print(f"{who}: {printable(message, keep=_LINE_END)}", file=sys.stderr)

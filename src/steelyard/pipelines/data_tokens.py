@@ -66,9 +66,10 @@ class RowReader:
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Return all token ids of a text."""
+        tokenizer = self.tokenizer
         try:
             # verbose: that a text is longer than the model's context is no news here
-            encoded = self.tokenizer(text, add_special_tokens=special, verbose=False)
+            encoded = tokenizer(text, add_special_tokens=special, verbose=False)
             return list(encoded["input_ids"])
         except (KeyboardInterrupt, SystemExit, MemoryError):
             raise

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -117,11 +118,22 @@ class Source:
         module, _, leaf = name.rpartition(".")
         weight = self.keys.get(f"{module}.weight")
         if weight is None:  # attention modules have none of their own: learn from a neighbour
-            near = next((k for k in self.keys if k.startswith(f"{module}.")), None)
+            near = self._first_within.get(module)
             if near is None:
                 return name
             return self.keys[near].removesuffix(near.removeprefix(f"{module}.")) + leaf
         return f"{weight.removesuffix('weight')}{leaf}"
+
+    @functools.cached_property
+    def _first_within(self) -> dict[str, str]:
+        """Module -> the first tensor within it."""
+        found: dict[str, str] = {}
+        for key in self.keys:
+            module = key.rpartition(".")[0]
+            while module and module not in found:  # if it is there, so are those around it
+                found[module] = key
+                module = module.rpartition(".")[0]
+        return found
 
     def module_key(self, name: str) -> str:
         """Return the name that the source has for a module with a weight."""
