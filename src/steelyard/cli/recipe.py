@@ -76,8 +76,14 @@ def ignored_by(ignore: Sequence[str] | None, targets: Sequence[str] | None = Non
     """
     from compressed_tensors.utils.match import match_name
 
+    from steelyard.checkpoint.patterns import problem_of, slow_pattern
+
     given = [name for name in ignore or () if name]
-    named = any(match_name(n, t) for t in targets or () for n in (HEAD, f"language_model.{HEAD}"))
+    heads = (HEAD, f"language_model.{HEAD}")
+    problem = next(filter(None, map(problem_of, targets or ())), None)
+    if problem := problem or slow_pattern(targets or (), heads):
+        raise typer.BadParameter(problem)
+    named = any(match_name(n, t) for t in targets or () for n in heads)
     wanted = named or "" in (ignore or ()) or HEAD in given
     return given if wanted else [HEAD, *given]
 

@@ -10,11 +10,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from steelyard.errors import ImportanceError
+from steelyard.foreign import reason_of
 from steelyard.whole_file import FileKind, safetensors_metadata
 
 __all__ = ["IMPORTANCE", "Importance", "load_importance", "merge_importance", "save_importance"]
@@ -71,14 +73,25 @@ def _load_own(path: Path) -> Importance:
                 raise ImportanceError(f"{path} holds {(kind or 'tensors')[:40]}, not importance")
             names = [key.removesuffix(".sum") for key in file.keys() if key.endswith(".sum")]  # noqa: SIM118
             return {
-                name: (file.get_tensor(f"{name}.sum"), int(file.get_tensor(f"{name}.count")))
+                name: (
+                    _sums(file.get_tensor(f"{name}.sum")),
+                    int(file.get_tensor(f"{name}.count")),
+                )
                 for name in names
             }
-    except SafetensorError as error:
+    except ImportanceError:
+        raise
+    except (SafetensorError, ValueError, RuntimeError, TypeError, OverflowError) as error:
         raise ImportanceError(
-            f"{path} is not an importance file ({error}); llama.cpp's older format can be written "
-            "anew as GGUF by llama-imatrix"
+            f"{path} is not an importance file ({reason_of(error)}); llama.cpp's older format "
+            "can be written anew as GGUF by llama-imatrix"
         ) from error
+
+
+def _sums(stored: torch.Tensor) -> torch.Tensor:
+    if stored.ndim != 1 or not stored.is_floating_point():
+        raise ValueError(f"sums of shape {tuple(stored.shape)} and type {stored.dtype}")
+    return stored.float()
 
 
 def merge_importance(*parts: Importance) -> Importance:
@@ -102,9 +115,33 @@ def _load_gguf(path: Path, modules: Iterable[str], model_type: str) -> Importanc
     except ImportError:
         raise ImportanceError(f"reading {path} needs the package gguf: pip install gguf") from None
     try:
-        reader: Any = gguf.GGUFReader(path)
-    except (ValueError, IndexError, OSError) as error:
-        raise ImportanceError(f"{path} is not a GGUF file: {error}") from error
+        found = _gguf_sums(gguf, _bounded_reader(gguf)(path), modules, model_type)
+    except Exception as error:  # any kind: its reader trusts what a file says of itself
+        raise ImportanceError(
+            f"{path} is not a GGUF file, or damaged ({reason_of(error)}); write it anew with "
+            "llama-imatrix"
+        ) from error
+    if not found:
+        raise ImportanceError(
+            f"{path} has importance for none of the modules: it is no imatrix, or not of a "
+            f"{model_type!r}"
+        )
+    return found
+
+
+def _bounded_reader(gguf: Any) -> Any:
+    """Return gguf's reader with an end; else it reads a list of 2**60 items for ever."""
+
+    class Bounded(gguf.GGUFReader):  # type: ignore[misc]
+        def _get(self, offset: int, dtype: Any, count: int = 1, *order: Any, **options: Any) -> Any:
+            if int(offset) + int(count) * np.dtype(dtype).itemsize > len(self.data):
+                raise ValueError("it ends too early")
+            return super()._get(offset, dtype, count, *order, **options)
+
+    return Bounded
+
+
+def _gguf_sums(gguf: Any, reader: Any, modules: Iterable[str], model_type: str) -> Importance:
     stored = {tensor.name: tensor for tensor in reader.tensors}
     wanted = _ARCHITECTURES.get(model_type, model_type)
     known = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
@@ -120,11 +157,6 @@ def _load_gguf(path: Path, modules: Iterable[str], model_type: str) -> Importanc
         columns = squares.shape[-1]
         row = squares.reshape(-1, columns)[expert or 0]
         found[module] = (row, int(counts[expert or 0]))
-    if not found:
-        raise ImportanceError(
-            f"{path} has importance for none of the modules: it is no imatrix, or not of a "
-            f"{model_type!r}"
-        )
     return found
 
 

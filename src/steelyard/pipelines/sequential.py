@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch.nn import Module, ModuleList
 
 from steelyard.checkpoint.work import sync
 from steelyard.errors import CheckpointError, PipelineError
 from steelyard.pipelines.own_forward import WITHOUT_DATA, own_forward
+from steelyard.pipelines.tensor_file import save_tensors
 from steelyard.pipelines.until import Enough
 
 __all__ = ["LayerSequence", "decoder_layers", "load_hidden", "save_hidden"]
@@ -264,7 +264,7 @@ def save_hidden(batches: Mapping[int, Batch], path: Path) -> None:
 
     batches: by their place among all batches of the run, of which this may be a part
     """
-    save_file({str(i): batch.hidden.contiguous() for i, batch in batches.items()}, path)
+    save_tensors({str(i): batch.hidden.contiguous() for i, batch in batches.items()}, path)
     sync(path)
 
 
