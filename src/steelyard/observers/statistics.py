@@ -18,6 +18,7 @@ from torch import distributed as dist
 from steelyard.distributed.packing import gather_plainly
 from steelyard.errors import StatisticsError
 from steelyard.observers.fusion import disagreement
+from steelyard.observers.statistics_checks import check_statistics
 from steelyard.whole_file import FileKind, safetensors_metadata
 
 if TYPE_CHECKING:
@@ -215,6 +216,7 @@ def restore(observer: Observer, state: State, origin: str) -> None:
         differing = "; ".join(filter(None, (differing, extra)))
     if differing:
         raise StatisticsError(f"{origin} does not fit {observer.label}: {differing}")
+    check_statistics(observer, found, tensors, origin)
     observer.reset()
     in_order = {n: v for n, v in tensors.items() if observer._act_sync_dict.get(n) == IN_ORDER}
     for name, value in tensors.items():

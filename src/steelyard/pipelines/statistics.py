@@ -26,6 +26,7 @@ from steelyard.errors import PlanError, StatisticsError
 from steelyard.modifiers import GPTQModifier
 from steelyard.observers import Observer
 from steelyard.observers.statistics import restore
+from steelyard.observers.statistics_checks import check_statistics
 from steelyard.pipelines.data import Samples
 from steelyard.pipelines.identity import digest_of, versions
 from steelyard.pipelines.importance import RunImportance
@@ -124,6 +125,7 @@ class RunStatistics:
             for name, base, observer in calibration.observers():
                 if _sees_data(base, observer):
                     self._restore(name, base, observer, torch.device("cpu"))
+                    self._check_channels(name, base, modules[name])
                     used.add((name, base))
         if unused := [key for key in self.given.observers if key not in used]:
             name, base = unused[0]
@@ -166,6 +168,7 @@ class RunStatistics:
             )
         identity, tensors = found.state
         moved = {key: value.to(device, copy=True) for key, value in tensors.items()}
+        check_statistics(observer, identity, moved, str(self.file))
         origin = f"{self.file}, which was observed with another recipe,"
         restore(observer, (identity, moved), origin)
 
@@ -186,6 +189,18 @@ class RunStatistics:
                 f"{self.file} is of another model: the weight of {name} was {known} (shape, type, "
                 f"digest), and is {here}; observe this model"
             )
+
+    def _check_channels(self, name: str, base: str, module: Any) -> None:
+        """Refuse importance of another number of input channels than the weight has."""
+        assert self.given is not None
+        sums = self.given.observers[name, base].state[1].get("_imatrix_sum")
+        weight = module._parameters.get("weight")
+        if sums is None or weight is None or sums.shape == weight.shape[-1:]:
+            return
+        raise StatisticsError(
+            f"{self.file} is damaged: the importance of {name} has shape {tuple(sums.shape)}, but "
+            f"its weight has {weight.shape[-1]} input channels; observe the data again"
+        )
 
     # -- stopping and going on ----------------------------------------------------------------
 

@@ -17,12 +17,14 @@ from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
+from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from steelyard.errors import StatisticsError
 from steelyard.observers import Observer
 from steelyard.observers.statistics import State, restore, state_of
+from steelyard.pipelines.statistics_content import StatisticsContent
 from steelyard.whole_file import FileKind, safetensors_metadata
 
 __all__ = ["STATISTICS", "Key", "Observed", "Statistics", "fingerprint"]
@@ -134,7 +136,14 @@ class Statistics:
                 f"steelyard of version {_VERSION}; save the statistics again with it"
             )
         try:
-            return cls._from(content, tensors)
+            checked = StatisticsContent.model_validate_json(text or "")
+            return cls._from(checked.model_dump(), tensors)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise StatisticsError(
+                f"{path} is damaged ({where}: {first['msg']}); save the statistics again"
+            ) from error
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise StatisticsError(
                 f"{path} is damaged ({type(error).__name__}: {error}); save the statistics again"
