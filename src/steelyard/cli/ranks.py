@@ -35,11 +35,10 @@ def join() -> None:
 def _ended(*_: object) -> None:
     """Say why torchrun ends this process: mostly because another one has ended."""
     from steelyard.distributed import Ranks
-    from steelyard.errors import RanksError
 
     ranks = Ranks.active()
     if ranks is None:  # no run is under way
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
     elif not ranks.ends:
-        raise RanksError(ranks.diagnose() or _TOLD_TO_END)
+        ranks.end(ranks.diagnose() or _TOLD_TO_END)

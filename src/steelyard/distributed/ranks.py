@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, NoReturn, TypeVar, cast
 
 import torch
 from torch import distributed as dist
@@ -239,6 +239,12 @@ class Ranks:
     def diagnose(self) -> str | None:
         """Return which rank is missing; None if all of them give signs of life."""
         return None if self._liveness is None else self._liveness.diagnose()
+
+    def end(self, reason: str) -> NoReturn:
+        """Raise why the run ends, on this rank now and on the others when they look."""
+        if self._liveness is not None:
+            self._liveness.end(reason)
+        raise RanksError(reason)
 
     @property
     def ends(self) -> bool:
