@@ -15,6 +15,7 @@ NATIVE := $(wildcard src/steelyard/kernels/native/*)
 # the file that marks it as done.
 PACKAGES := $(shell find src/steelyard -name __init__.py | LC_ALL=C sort | cksum | cut -d ' ' -f 1)
 READY := $(VENV)/.installed-$(PACKAGES)
+READY_DEV := $(VENV)/.installed-dev-$(PACKAGES)
 READY_OLDEST := $(OLDEST)/.installed-$(PACKAGES)
 
 OLDEST_TESTS := $(wildcard tests/observers tests/conformance tests/properties tests/kernels tests/checkpoint)
@@ -32,7 +33,7 @@ help:  ## show this list
 demo: $(READY)  ## quantize a small model in several ways, and measure what it lost
 	$(VENV)/bin/steelyard demo -o build/demo
 
-test: $(READY) browser  ## run all tests, then those of test-oldest
+test: $(READY_DEV) browser  ## run all tests, then those of test-oldest
 	$(VENV)/bin/python -m pytest -n $(WORKERS)
 	$(MAKE) test-oldest
 
@@ -56,7 +57,7 @@ browser:  ## install Chromium, where there is none
 		exit 1; \
 	fi
 
-check: $(READY)  ## lint, formatting and types
+check: $(READY_DEV)  ## lint, formatting and types
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
@@ -83,11 +84,22 @@ clean:  ## remove environments, builds and caches
 
 $(READY): constraints.txt
 $(READY_OLDEST): constraints-oldest.txt
+$(READY_OLDEST): EXTRAS := [dev]
 
 $(READY) $(READY_OLDEST): pyproject.toml CMakeLists.txt $(NATIVE)
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install -q -c $(filter constraints%,$^) -e '.[dev]'
+	$(@D)/bin/python -m pip install -q -c $(filter constraints%,$^) -e '.$(EXTRAS)'
 	rm -f $(@D)/.installed-*
+	touch $@
+
+# The demo needs the package alone. What tests and checks need comes on top, by name: an install of
+# '.[dev]' would compile the extension once more.
+$(READY_DEV): $(READY)
+	$(VENV)/bin/python -c 'import tomllib; \
+		project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+		print(*project["optional-dependencies"]["dev"], sep="\n")' > $(VENV)/dev.txt
+	$(VENV)/bin/python -m pip install -q -c constraints.txt -r $(VENV)/dev.txt
+	rm -f $(VENV)/.installed-dev-*
 	touch $@
 
 # The peer brings its own compressed-tensors, so it has an environment of its own.

@@ -526,9 +526,11 @@ def test_packages_that_are_missing_are_named(
         monkeypatch.setitem(sys.modules, module, None)
     path = tmp_path / "data.parquet"
     path.touch()
-    with pytest.raises(DataError, match="pip install pyarrow"):
+    with pytest.raises(DataError, match=r"pip install steelyard\[data\]"):
         take(path)
-    with pytest.raises(DataError, match="'org/name' needs datasets: pip install datasets"):
+    with pytest.raises(
+        DataError, match=r"'org/name' needs datasets: pip install steelyard\[data\]"
+    ):
         take("org/name")
 
 

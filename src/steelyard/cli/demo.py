@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import shutil
 import sys
 import tempfile
 import time
@@ -110,6 +112,18 @@ def demo(
     print_line("that the model has not seen: less is better.")
     print_line(f"{len(found)} checkpoints in {duration(time.perf_counter() - started)}: {folder}")
     print_line(f"report: {page}", style="bold green")
+    print_line()
+    print_line("Next, a model of your own (a folder, or a name on the hub):")
+    print_line(f"  {program()} quantize path/to/model -o model-W4A16 --scheme W4A16")
+
+
+def program() -> str:
+    """Return how to call this program from here: by its name if the shell finds it."""
+    found = shutil.which("steelyard")
+    own = Path(sys.argv[0])
+    if own.name != "steelyard" or (found and Path(found).resolve() == own.resolve()):
+        return "steelyard"
+    return shlex.quote(str(own))
 
 
 def check_places(folder: Path, overwrite: bool) -> None:

@@ -20,6 +20,7 @@ from steelyard.cli.terminal import (
     size,
 )
 from steelyard.pipelines.module_names import grouped
+from steelyard.pipelines.words import count
 
 if TYPE_CHECKING:
     from steelyard.checkpoint.contents import Contents, ModuleContents
@@ -104,9 +105,9 @@ def print_contents(contents: Contents, all_tensors: bool) -> None:
     quantized = ", ".join(f"{count} {name}" for name, count in formats.items())
     bits = contents.bits_per_weight
     facts = [
-        f"{len(contents.modules)} modules" + (f" ({quantized})" if quantized else ""),
+        count(len(contents.modules), "module") + (f" ({quantized})" if quantized else ""),
         f"{contents.weights / 1e6:,.1f} million weights" if contents.weights else None,
-        f"{size(contents.nbytes)} in {contents.files} file{'s' if contents.files > 1 else ''}",
+        f"{size(contents.nbytes)} in {count(contents.files, 'file')}",
         f"{bits:.2f} bits per weight" if bits is not None else None,
     ]
     what = [contents.model_type or "unknown model", contents.quantization]

@@ -10,6 +10,7 @@ import typer
 from steelyard.cli import options
 from steelyard.cli.ranks import is_first
 from steelyard.cli.terminal import print_document, print_line, size
+from steelyard.pipelines.words import count
 
 __all__ = ["merge"]
 
@@ -54,4 +55,4 @@ def merge(
             "merge", {"inputs": [str(path) for path in statistics], "output": str(output)}
         )
         return
-    print_line(f"{output}: {len(statistics)} files joined, {size(output.stat().st_size)}")
+    print_line(f"{output}: {count(len(statistics), 'file')} joined, {size(output.stat().st_size)}")

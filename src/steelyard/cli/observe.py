@@ -12,6 +12,7 @@ from steelyard.cli.ranks import is_first, join
 from steelyard.cli.recipe import recipe_from
 from steelyard.cli.terminal import duration, print_document, print_line, size
 from steelyard.pipelines.announce import STYLES
+from steelyard.pipelines.words import count
 
 __all__ = ["observe"]
 
@@ -90,6 +91,6 @@ def observe(
         kind = "warning" if note in result.warnings else "note"
         print_line(f"{kind}: {note}", STYLES.get(kind))
     print_line(
-        f"{output}: statistics of {len(tokens)} modules, {size(output.stat().st_size)}, in "
-        f"{duration(result.seconds)}"
+        f"{output}: statistics of {count(len(tokens), 'module')}, {size(output.stat().st_size)}, "
+        f"in {duration(result.seconds)}"
     )

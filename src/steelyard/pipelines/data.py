@@ -13,6 +13,7 @@ from steelyard.pipelines.data_files import Row
 from steelyard.pipelines.data_limits import check_numbers
 from steelyard.pipelines.data_sources import Indexed, Source, open_source
 from steelyard.pipelines.data_tokens import RowReader
+from steelyard.pipelines.words import count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -142,10 +143,10 @@ def _batched(
 
 
 def _describe(source: Source, taken: int, wanted: int, num_tokens: int, empty: int) -> str:
-    told = f"{taken} samples with {num_tokens} tokens from {source.name}"
+    told = f"{count(taken, 'sample')} with {count(num_tokens, 'token')} from {source.name}"
     if taken < wanted:
         told += f"; {wanted} were asked for, but it has no more"
-    return f"{told}; {empty} empty ones were skipped" if empty else told
+    return f"{told}; skipped {count(empty, 'empty one')}" if empty else told
 
 
 def _cut(max_seq_length: int, max_positions: int | None) -> str:

@@ -32,7 +32,7 @@ def optional(module: str, purpose: str) -> Any:
         return importlib.import_module(module)
     except ModuleNotFoundError:
         package = module.split(".")[0]
-        raise DataError(f"{purpose} needs {package}: pip install {package}") from None
+        raise DataError(f"{purpose} needs {package}: pip install steelyard[data]") from None
 
 
 class TextFile:

@@ -23,6 +23,7 @@ from steelyard.pipelines.gptq import GPTQ, Gathering
 from steelyard.pipelines.importance import RunImportance
 from steelyard.pipelines.result import ModuleResult, Result
 from steelyard.pipelines.statistics import RunStatistics
+from steelyard.pipelines.words import count
 
 __all__ = ["Decisions"]
 
@@ -172,9 +173,9 @@ class Decisions:
         shown = "\n".join(f"  - {name}" for name in self.left)
         again = " What was calibrated is kept, and need not be again if you choose the second."
         raise CalibrationError(
-            f"{len(self.left)} modules saw no token of the calibration data, so they have no "
-            f'scale:\n{shown}\nUse more samples, or uncalibrated="weights-only" to quantize only '
-            f"their weights, or add them to ignore.{again if kept else ''}"
+            f"{count(len(self.left), 'module')} saw no token of the calibration data, so no scale "
+            f'is known:\n{shown}\nUse more samples, or uncalibrated="weights-only" to quantize '
+            f"only their weights, or add them to ignore.{again if kept else ''}"
         )
 
     def final_config(
@@ -194,7 +195,7 @@ class Decisions:
             targets = [stored_name(name) for name in names]
             extra[f"weights_only_{i}"] = scheme.model_copy(update={"targets": targets})
             self.result.notes.append(
-                f"{len(names)} modules saw no token; only their weights are quantized: "
+                f"{count(len(names), 'module')} saw no token; only their weights are quantized: "
                 + ", ".join(names)
             )
         return config.model_copy(update={"config_groups": {**extra, **groups}})

@@ -17,6 +17,7 @@ from steelyard.observers.importance_file import (
 )
 from steelyard.pipelines.plan import Plan
 from steelyard.pipelines.source import Source
+from steelyard.pipelines.words import count
 from steelyard.recipes import Recipe
 
 __all__ = ["RunImportance"]
@@ -56,7 +57,8 @@ class RunImportance:
             raise ImportanceError(f"{', '.join(self.files)} has importance for none of the modules")
         if absent:
             notes.append(
-                f"the importance files hold nothing for {len(absent)} modules, such as {absent[0]}"
+                f"the importance files hold nothing for {count(len(absent), 'module')}, such as "
+                f"{absent[0]}"
             )
 
     def digests(self) -> dict[str, str]:

@@ -23,7 +23,7 @@ from steelyard.modifiers import Modifier
 from steelyard.pipelines.attention import attention_group, cached_attention
 from steelyard.pipelines.matching import hits_of, ignoring
 from steelyard.pipelines.plan_checks import errors_of, warnings_of
-from steelyard.pipelines.words import duration, size
+from steelyard.pipelines.words import count, duration, size
 
 __all__ = ["Left", "Plan", "Planned", "make_plan", "search_time"]
 
@@ -115,17 +115,17 @@ class Plan:
 
     def __repr__(self) -> str:
         return (
-            f"<Plan: {len(self.quantized)} modules to quantize, {len(self.left)} not, "
-            f"{len(self.errors)} errors, {len(self.warnings)} warnings>"
+            f"<Plan: {count(len(self.quantized), 'module')} to quantize, {len(self.left)} not, "
+            f"{count(len(self.errors), 'error')}, {count(len(self.warnings), 'warning')}>"
         )
 
     def __str__(self) -> str:
-        lines = [f"{len(self.quantized)} modules quantized"]
+        lines = [f"{count(len(self.quantized), 'module')} quantized"]
         for group in dict.fromkeys(p.group for p in self.quantized):
             members = [p for p in self.quantized if p.group == group]
             lines.append(f"  {group}: {len(members)} as {format_of(members[0].scheme)}")
         if self.attention:
-            lines.append(f"{len(self.attention)} attention modules with quantized states")
+            lines.append(f"{count(len(self.attention), 'attention module')} with quantized states")
         for reason in dict.fromkeys(left.reason for left in self.left):
             names = [left.name for left in self.left if left.reason == reason]
             shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -27,6 +27,7 @@ from steelyard.pipelines.matching import by_all_names
 from steelyard.pipelines.model_class import tied_modules
 from steelyard.pipelines.sequential import decoder_layers
 from steelyard.pipelines.unmatched import unmatched_ignores, unmatched_targets
+from steelyard.pipelines.words import count
 
 if TYPE_CHECKING:
     from steelyard.pipelines.plan import Plan, Planned
@@ -89,8 +90,8 @@ def warnings_of(plan: Plan, model: Any, modifiers: Sequence[Modifier]) -> Iterat
     if stacked:
         share = sum(left.nbytes for left in stacked) / max(plan.source_bytes, 1)
         yield (
-            f"{len(stacked)} stacked weights such as {stacked[0].name} {stacked[0].shape} are not "
-            f"quantized; they are {share:.0%} of the model"
+            f"{count(len(stacked), 'stacked weight')} such as {stacked[0].name} "
+            f"{stacked[0].shape}, {share:.0%} of the model, not quantized"
         )
     yield from _inferred_from_names(plan, model)
     yield from _indivisible_in_parallel(plan)
@@ -231,7 +232,8 @@ def _unsupported_attention(plan: Plan, model: Any, modules: dict[str, Module]) -
         )
     for group, names in by_group.items():
         if problem := _no_scheme_for_attention(plan.config.config_groups[group]):
-            yield f"{group} targets {len(names)} attention modules such as {names[0]}, {problem}"
+            states = count(len(names), "attention module")
+            yield f"{group} targets {states} such as {names[0]}, {problem}"
 
 
 def _unknown_heads(model: Any) -> str | None:

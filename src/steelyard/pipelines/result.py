@@ -10,6 +10,7 @@ from steelyard.distributed import sendable
 from steelyard.foreign import printable
 from steelyard.pipelines.plan import Plan
 from steelyard.pipelines.summary import summary
+from steelyard.pipelines.words import count
 from steelyard.recipes import Recipe
 
 __all__ = ["ModuleResult", "Result"]
@@ -56,5 +57,5 @@ class Result:
 
     def __repr__(self) -> str:
         where = f", output_dir={str(self.output_dir)!r}" if self.output_dir is not None else ""
-        count = len(self.modules)
-        return f"<Result: {count} modules of {printable(self.source)!r} quantized{where}>"
+        modules = count(len(self.modules), "module")
+        return f"<Result: {modules} of {printable(self.source)!r} quantized{where}>"

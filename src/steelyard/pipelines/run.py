@@ -43,6 +43,7 @@ from steelyard.pipelines.source import Source, computing_in, fast_dtype
 from steelyard.pipelines.statistics import RunStatistics
 from steelyard.pipelines.streaming import Stream
 from steelyard.pipelines.weight_errors import weight_error
+from steelyard.pipelines.words import count
 
 __all__ = ["Run", "model_device"]
 
@@ -236,8 +237,10 @@ class Run:
             self.statistics.resume(path)
         if self.ranks.is_first:
             self._forget_others()
-        count = len(self.result.modules)
-        self.result.notes.append(f"continued after {count} modules, which an earlier run had done")
+        self.result.notes.append(
+            f"continued after {count(len(self.result.modules), 'module')}, which an earlier run "
+            "had done"
+        )
 
     def state(self) -> dict[str, Any]:
         """Return, in JSON's types, what `take_up` needs."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from steelyard.checkpoint import Shards
 from steelyard.foreign import printable
 from steelyard.pipelines.module_names import grouped
-from steelyard.pipelines.words import duration, number, size, table_lines
+from steelyard.pipelines.words import count, duration, number, size, table_lines
 
 if TYPE_CHECKING:
     from steelyard.pipelines.result import Result
@@ -48,9 +48,9 @@ def summary_lines(result: Result, said: Sequence[str] = ()) -> list[str]:
     plan = result.plan
     before, after = plan.source_bytes, stored_bytes(result)
     ratio = f", {before / after:.1f} times smaller" if after else ""
-    attention = f" and {len(plan.attention)} attention modules" if plan.attention else ""
+    attention = f" and {count(len(plan.attention), 'attention module')}" if plan.attention else ""
     lines = [
-        f"{len(result.modules)} modules{attention} quantized in "
+        f"{count(len(result.modules), 'module')}{attention} quantized in "
         f"{duration(result.seconds, digits=1)}: {size(before)} -> {size(after)}{ratio}"
     ]
     for reason in dict.fromkeys(left.reason for left in plan.left):

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["duration", "number", "size", "table_lines"]
+__all__ = ["count", "duration", "number", "size", "table_lines"]
+
+
+def count(amount: int, thing: str) -> str:
+    """Return how many of a thing there are; `thing` is one of them, its plural ends in s.
+
+    >>> count(1, "module"), count(2, "attention module")
+    ('1 module', '2 attention modules')
+    """
+    return f"{amount} {thing}{'' if amount == 1 else 's'}"
 
 
 def size(nbytes: float) -> str:
