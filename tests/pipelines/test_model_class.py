@@ -15,6 +15,7 @@ from steelyard import oneshot
 from steelyard.checkpoint import CheckpointView
 from steelyard.errors import PlanError
 from steelyard.modifiers import QuantizationModifier
+from steelyard.pipelines.class_loading import ONLY_TRANSFORMERS
 from steelyard.pipelines.files import FilesModel
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -76,7 +77,8 @@ def test_what_the_plan_says_is_what_transformers_loads(
         result = oneshot(source, recipe, None, tmp_path / "q")
         told = [w for w in result.plan.warnings if w.startswith("transformers")]
     except PlanError as error:
-        assert "transformers" in str(error)
+        assert "cannot load packed weights" in str(error)
+        assert family in ONLY_TRANSFORMERS and scheme == "int4"
         return
     assert not [w for w in result.plan.warnings if "names alone" in w]
     plain = other_model(family)
@@ -102,6 +104,14 @@ def test_packed_weights_of_the_classes_named_in_the_issue_are_told(
         recipe = QuantizationModifier(ignore=["lm_head"], **SCHEMES["int4"])
         plan = oneshot(source, recipe, None, dry_run=True).plan
         assert any("cannot load packed weights" in w for w in plan.warnings), family
+
+
+def test_what_nothing_loads_is_an_error(folders: dict[str, Path], tmp_path: Path) -> None:
+    for family in ("rwkv", "t5"):
+        source = saved(family, folders, tmp_path / family)
+        recipe = QuantizationModifier(ignore=["lm_head"], **SCHEMES["int4"])
+        plan = oneshot(source, recipe, None, dry_run=True).plan
+        assert any("vLLM has no such class" in error for error in plan.errors), family
 
 
 def test_experts_left_beside_packed_layers_are_told(

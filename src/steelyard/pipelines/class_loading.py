@@ -20,10 +20,13 @@ from steelyard.checkpoint.layout import expected_tensors, format_of
 from steelyard.checkpoint.written import PARAMETER
 from steelyard.pipelines.model_class import ModelClass, NoModelClass, tied_modules
 
-__all__ = ["loading_problems", "tied_problems"]
+__all__ = ["ONLY_TRANSFORMERS", "loading_problems", "tied_problems"]
 
 Specs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 """Tensors of a checkpoint: type and shape by name."""
+
+ONLY_TRANSFORMERS = frozenset({"mt5", "rwkv", "t5", "umt5", "xlnet"})
+"""Model types that vLLM has no class for: what transformers cannot load, nothing does."""
 
 _BOTH = "The scheme FP8_DYNAMIC loads in both"
 
@@ -166,12 +169,17 @@ def _initialization(known: ModelClass, schemes: Mapping[str, QuantizationScheme]
                 if "weight" in str(error):
                     yield (
                         f"cannot load packed weights of a {type(known.model).__name__}: it looks "
-                        f"for a weight of {name} that is packed ({error}); vLLM has classes of its "
-                        f"own. {_BOTH}"
+                        f"for a weight of {name} that is packed ({error}); {_vllm(known)}"
                     )
                     return
             except Exception:  # on the meta device a class may fail where it else does not
                 continue
+
+
+def _vllm(known: ModelClass) -> str:
+    if known.model.config.model_type in ONLY_TRANSFORMERS:
+        return "vLLM has no such class. The schemes FP8_DYNAMIC and W8A8 load"
+    return f"vLLM has classes of its own. {_BOTH}"
 
 
 def _is_packed(scheme: QuantizationScheme) -> bool:

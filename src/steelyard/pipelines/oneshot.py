@@ -25,6 +25,7 @@ from steelyard.distributed import Crew, Ranks, together
 from steelyard.errors import CalibrationWarning, DataError, PlanError, nearest
 from steelyard.modifiers import GPTQModifier
 from steelyard.pipelines.announce import announce
+from steelyard.pipelines.class_loading import ONLY_TRANSFORMERS
 from steelyard.pipelines.completeness import incomplete, started_anew
 from steelyard.pipelines.data import HARDLY_ANY_TOKENS, load_samples
 from steelyard.pipelines.data_limits import check_numbers, learned_positions
@@ -140,7 +141,9 @@ def oneshot(
         plan.errors += unrunnable(source, pipeline)
     plan.errors += incomplete(source)
     if not plan.errors:
-        plan.warnings += [*started_anew(source), *planned_loading(source, config, plan)]
+        plan.warnings += started_anew(source)
+        alone = source.config().get("model_type") in ONLY_TRANSFORMERS
+        (plan.errors if alone else plan.warnings).extend(planned_loading(source, config, plan))
     _note_unknown(plan, source)
     text_config = source.model.config.get_text_config()
     plan.layers = getattr(text_config, "num_hidden_layers", 1)
