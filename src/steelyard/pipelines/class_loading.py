@@ -37,6 +37,7 @@ def loading_problems(config: Mapping[str, Any], tensors: Specs) -> list[str]:
     config: as config.json has it, with the quantization_config
     A model that transformers does not know has none: there is no class to hold it against.
     """
+    tensors = dict(sorted(tensors.items()))  # the same sentences, in whatever order they come
     try:
         known = ModelClass.of(config, {_plain(name) for name in tensors})
     except NoModelClass:
@@ -107,7 +108,7 @@ def _places(
     joined = {name.removesuffix("weight") for name in known.converted}
     stray = [n for n in tensors if n not in converted and places.get(n) not in expected]
     experts = [n for n in stray if f"{n.rpartition('.')[0]}." in joined and _matters(n)]
-    experts += [n for n in converted if not _broadcasts(n, tensors)]
+    experts += sorted(n for n in converted if not _broadcasts(n, tensors))
     if experts:
         kind = "experts" if "expert" in experts[0] else "layers that its class joins"
         yield (
@@ -123,7 +124,7 @@ def _places(
     unfilled = [n for n in known.unfilled(expected, places, converted) if n not in gone]
     if unfilled and not experts:
         yield f"would start {_some(unfilled)} anew, which no tensor fills. {_BOTH}, or ignore it"
-    for name, place in places.items():
+    for name, place in sorted(places.items()):
         if place in expected and expected[place] != tuple(tensors[name][1]):
             yield (
                 f"expects {expected[place]} for {place}, but {name} is {tuple(tensors[name][1])}; "

@@ -251,9 +251,9 @@ class Output:
                 dtypes={self.source.module_key(p.name): p.dtype for p in plan.quantized},
             )
             unexpected = _unexpected(folder, content, plan)
-            if self.format is None:
+            if self.format is None and config == plan.config:
                 problems += unexpected
-            elif unexpected:  # the plan was made for another format
+            elif unexpected:  # the plan was made for another format, or before some had no tokens
                 warnings.warn("; ".join(unexpected), stacklevel=2)
             if problems:
                 listed = "\n".join(f"  - {problem}" for problem in problems)
