@@ -46,7 +46,7 @@ def names_in(folder: Path) -> list[str]:
 def test_one_file(tmp_path: Path) -> None:
     out = write(tmp_path / "out", some_tensors())
     assert names_in(tmp_path) == ["out"]
-    assert names_in(out) == ["config.json", "model.safetensors"]
+    assert names_in(out) == ["config.json", "model.safetensors", "provenance.json"]
     assert json.loads((out / "config.json").read_text()) == CONFIG
     assert_close(read_all(out), some_tensors(), rtol=0, atol=0)
     with safe_open(out / "model.safetensors", "pt") as file:
@@ -57,7 +57,7 @@ def test_shards_hold_no_more_than_asked(tmp_path: Path) -> None:
     large = {"large": torch.zeros(1000), **some_tensors()}
     out = write(tmp_path / "out", large, max_shard_bytes=1000)
     files = [f"model-{i:05d}-of-00004.safetensors" for i in range(1, 5)]
-    assert names_in(out) == ["config.json", *files, INDEX]
+    assert names_in(out) == ["config.json", *files, INDEX, "provenance.json"]
     index = json.loads((out / INDEX).read_text())
     assert index["metadata"] == {"total_size": 4000 + 5 * 400}
     assert [index["weight_map"][name] for name in large] == [files[i] for i in (0, 1, 1, 2, 2, 3)]

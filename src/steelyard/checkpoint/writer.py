@@ -28,6 +28,7 @@ from compressed_tensors.quantization import QuantizationConfig
 from steelyard.checkpoint.journal import check_file
 from steelyard.checkpoint.other_files import other_files
 from steelyard.checkpoint.place import check_apart, check_output, output_path
+from steelyard.checkpoint.provenance import PROVENANCE, write_provenance
 from steelyard.checkpoint.shard_file import ShardFile, is_whole
 from steelyard.checkpoint.shards import INDEX, SINGLE, Shards
 from steelyard.checkpoint.tokenizer_files import tokenizer_files
@@ -91,9 +92,10 @@ class CheckpointWriter:
         self.progress: list[dict[str, Any]] = []  # what the last marks of an earlier run said
         self.files: dict[str, dict[str, int]] = {}  # of the work folder, that they speak of
         self.finished = False  # an earlier run came to its end, but for a word
+        self.source: Path | None = None  # a folder, where there is one
         if source is not None:
-            folder = source.folder if isinstance(source, Shards) else Path(source)
-            check_apart(self.output_dir, folder.resolve())
+            self.source = source.folder if isinstance(source, Shards) else Path(source)
+            check_apart(self.output_dir, self.source.resolve())
         check_output(self.output_dir, True, keep_tokenizer)
         self.work = WorkFolder(self.output_dir)
         if self.ranks.is_first and not self._ended_unnoticed():
@@ -399,7 +401,7 @@ class CheckpointWriter:
         carried = []
         for relative in files:
             target = self.partial / relative
-            if str(relative) == CONFIG or target.exists():
+            if str(relative) in (CONFIG, PROVENANCE) or target.exists():
                 continue
             try:
                 target.parent.mkdir(parents=True, exist_ok=True)
@@ -450,6 +452,7 @@ class CheckpointWriter:
         self._keep = True
         if check is not None:
             check(self.partial)
+        write_provenance(self.partial, self.source)  # last, since `check` may add files
         self._record(self.progress, complete=True)
         try:
             check_output(
