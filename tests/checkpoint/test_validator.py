@@ -12,7 +12,9 @@ import torch
 from compressed_tensors.compressors.base import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs
 
-from steelyard.checkpoint import format_of, validate_checkpoint
+from steelyard.checkpoint import check_checkpoint, format_of, validate_checkpoint
+from steelyard.checkpoint.validator import _whole
+from steelyard.checkpoint.written import WrittenCheckpoint
 from steelyard.errors import CheckpointError, CheckpointInvalid
 
 MakeModel = Callable[..., Any]
@@ -336,13 +338,19 @@ def test_reported_error_is_held_to_one_percent(small_model: MakeModel) -> None:
     assert line.startswith(f"{Q}.weight decodes")
 
 
-def test_sample_is_spread_and_bounded(small_model: MakeModel) -> None:
-    """With two samples the first and the last weight are decoded, and no other."""
+def test_every_weight_is_decoded_and_some_of_them_whole(small_model: MakeModel) -> None:
     model = small_model()
     model.write()
-    found = problems(model, reported=dict.fromkeys(model.modules, 0.0), samples=2)
-    assert len(found) == 2 and len({line.split(" ")[0] for line in found}) == 2
-    assert problems(model, reported=dict.fromkeys(model.modules, 0.0), samples=0) == []
+    findings = check_checkpoint(model.folder, source=model.source, digests=False)
+    assert findings.problems == [] and findings.rows is not None
+    assert (findings.rows.modules, findings.rows.rows, findings.rows.total) == (4, 192, 192)
+    # a reported error is held against whatever is decoded whole, which small weights are
+    reported = dict.fromkeys(model.modules, 0.0)
+    assert len(problems(model, reported=reported, samples=0)) == 4
+    written = WrittenCheckpoint(model.folder, None)
+    assert _whole(written, model.source, reported, 2) == [model.modules[0], model.modules[-1]]
+    assert _whole(written, model.source, reported, 9) == model.modules
+    assert _whole(written, model.source, None, 2) == []
 
 
 def test_reported_module_that_is_not_quantized(small_model: MakeModel) -> None:

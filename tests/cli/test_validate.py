@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
+import pytest
 import torch
 from commands import Command
 from families import read
@@ -19,7 +21,11 @@ def test_good_and_damaged(
     folder = tmp_path / "q"
     assert steelyard("quantize", model, "-o", folder, "--scheme", "NVFP4A16").code == 0
     good = steelyard("validate", folder, "--source", model)
-    assert good == (0, f"{folder} is good: 21 quantized modules checked, against {model}\n", "")
+    assert (good.code, good.err) == (0, "")
+    *extent, verdict = good.out.splitlines()
+    assert verdict == f"{folder} is good: 21 quantized modules checked, against {model}"
+    assert re.fullmatch(r"compared digests of \d+ files, .*", extent[0])
+    assert extent[1:] == ["decoded all 3,072 rows of quantized weights"]
     tensors = read(folder)
     tensors["model.layers.1.self_attn.k_proj.weight_global_scale"] *= 2
     del tensors["model.layers.0.mlp.up_proj.weight_scale"]
@@ -28,6 +34,7 @@ def test_good_and_damaged(
     assert bad.code == 1
     problems = bad.document["problems"]
     assert set(validate_checkpoint(folder)) < set(problems)
+    assert any("model.safetensors was changed after the run" in problem for problem in problems)
     assert any("up_proj.weight_scale is missing" in problem for problem in problems)
     assert any("fused partner" in problem for problem in problems)
 
@@ -41,7 +48,12 @@ def test_in_process(steelyard: Command, model: Path, tmp_path: Path) -> None:
     tensors = read(folder)
     tensors["model.norm.weight"] += 1
     save_file(tensors, folder / "model.safetensors")
-    assert steelyard("validate", folder).code == 0
+    by_digest = steelyard("validate", folder)
+    assert by_digest.code == 1
+    assert "model.safetensors was changed after the run: model.norm.weight differs" in by_digest.out
+    (folder / "provenance.json").unlink()
+    alone = steelyard("validate", folder)
+    assert alone.code == 0 and alone.out.startswith("note: no provenance.json")
     answer = steelyard("validate", folder, "--source", model)
     assert answer.code == 1
     assert "problem: model.norm.weight is not quantized, but its values differ" in answer.out
@@ -80,3 +92,60 @@ def test_quantized_embedding_that_the_head_shares(
     answer = steelyard("validate", folder)
     assert answer.code == 1
     assert "model.embed_tokens is quantized and shares its weight with lm_head" in answer.out
+
+
+def test_a_comment_does_not_allow_negative_scales(
+    steelyard: Command, model: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "q"
+    assert steelyard("quantize", model, "-o", folder, "--scheme", "W4A16").code == 0
+    tensors = read(folder)
+    name = "model.layers.0.mlp.up_proj.weight_scale"
+    tensors[name] = -tensors[name]
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "provenance.json").unlink()
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(recipe.read_text() + "\n# negative_scales: true\n")
+    answer = steelyard("validate", folder, "--json")
+    assert answer.code == 1
+    assert any(p.startswith(f"{name} has") and "negative" in p for p in answer.document["problems"])
+
+
+def test_full_and_sample(
+    steelyard: Command, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sample misses one code among rows that it does not decode; --full finds it."""
+    monkeypatch.setattr("steelyard.checkpoint.against_source.SAMPLE", 1)
+    folder = tmp_path / "q"
+    assert steelyard("quantize", model, "-o", folder, "--scheme", "W4A16").code == 0
+    for name in ("provenance.json", "report.json"):
+        (folder / name).unlink()
+    name = "model.layers.0.mlp.up_proj.weight_packed"
+    tensors = read(folder)
+    tensors[name][100, 0] ^= 0x77777777  # of 256 rows; the sample has the first and last 32
+    save_file(tensors, folder / "model.safetensors")
+    some = steelyard("validate", folder, "--source", model, "--json")
+    assert some.code == 0
+    assert some.document["decoded"] == {"rows": 1344, "of": 3072}
+    assert some.document["digests"] is None
+    everything = steelyard("validate", folder, "--source", model, "--full")
+    assert everything.code == 1
+    assert f"{name.removesuffix('_packed')} has " in everything.out
+    assert "more than 2 steps from the source" in everything.out
+    assert steelyard("validate", folder, "--full").code == 2
+
+
+def test_provenance_that_cannot_be_used(steelyard: Command, model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "q"
+    assert steelyard("quantize", model, "-o", folder, "--scheme", "W8A16").code == 0
+    path = folder / "provenance.json"
+    content = json.loads(path.read_text())
+    content["files"]["../outside"] = {"bytes": 1, "sha256": "0"}
+    path.write_text(json.dumps(content))
+    answer = steelyard("validate", folder)
+    assert answer.code == 1
+    assert "lists '../outside', which is no file of this folder" in answer.out
+    for text in ("{", '{"schema_version": 2}', '{"schema_version": 1}', "[]"):
+        path.write_text(text)
+        answer = steelyard("validate", folder)
+        assert answer.code == 1 and "provenance.json" in answer.out

@@ -7,15 +7,17 @@ from steelyard.checkpoint.layout import (
     stored_tensors,
 )
 from steelyard.checkpoint.shards import Shards, TensorInfo
-from steelyard.checkpoint.validator import validate_checkpoint
+from steelyard.checkpoint.validator import Findings, check_checkpoint, validate_checkpoint
 from steelyard.checkpoint.view import CheckpointView
 from steelyard.checkpoint.writer import CheckpointWriter, quantization_config_dict
 
 __all__ = [
     "CheckpointView",
     "CheckpointWriter",
+    "Findings",
     "Shards",
     "TensorInfo",
+    "check_checkpoint",
     "expected_attention_tensors",
     "expected_tensors",
     "format_of",

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from steelyard.checkpoint.header import show
 from steelyard.checkpoint.provenance import (
     PROVENANCE,
     FileDigest,
@@ -18,16 +17,18 @@ from steelyard.checkpoint.provenance import (
     hashing_threads,
 )
 from steelyard.errors import CheckpointError
+from steelyard.foreign import show
 
 __all__ = ["DigestsFound", "Watch", "check_digests", "unwatched"]
 
-Watch = Callable[[str, int], AbstractContextManager[Callable[[int], Any]]]
-"""Shows progress: called with a label and a number of bytes, yields what is called with steps."""
+Advance = Callable[[int], Any]
+Watch = Callable[..., AbstractContextManager[Advance]]
+"""Shows progress: `with watch(label, total, unit="bytes") as advance`, as pipelines.progress."""
 
 _NAMED = 3  # tensors of a file that a message names
 
 
-def unwatched(label: str, total: int) -> AbstractContextManager[Callable[[int], Any]]:
+def unwatched(label: str, total: int, unit: str) -> AbstractContextManager[Advance]:
     return nullcontext(lambda _: None)
 
 
@@ -50,16 +51,17 @@ def check_digests(folder: Path, provenance: Provenance, watch: Watch = unwatched
             "it, so remove it"
         )
     found.bytes = sum(_size(folder, name) for name in provenance.files)
-    with watch("comparing digests", found.bytes) as advance, hashing_threads() as pool:
+    with (
+        watch("comparing digests", found.bytes, unit="bytes") as advance,
+        hashing_threads() as pool,
+    ):
         compare = partial(_compare, folder, advance)
         for problem in pool.map(compare, provenance.files, provenance.files.values()):
             found.problems += [] if problem is None else [problem]
     return found
 
 
-def _compare(
-    folder: Path, advance: Callable[[int], Any], name: str, expected: FileDigest
-) -> str | None:
+def _compare(folder: Path, advance: Advance, name: str, expected: FileDigest) -> str | None:
     if not _is_inside(name):
         return f"{PROVENANCE} lists {show(name)}, which is no file of this folder"
     if not (folder / name).is_file():

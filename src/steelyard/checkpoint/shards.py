@@ -12,6 +12,7 @@ import re
 import weakref
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 import torch
@@ -150,6 +151,19 @@ class Shards:
         Mapping the file instead would count all that was ever read as memory in use.
         """
         return self.read_stored(self.info(name))
+
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Return rows `start` to `stop` of a tensor; the others are not read."""
+        info = self.info(name)
+        row = info.nbytes // info.shape[0] if info.shape[0] else 0
+        return self.read_stored(
+            replace(
+                info,
+                shape=(stop - start, *info.shape[1:]),
+                nbytes=row * (stop - start),
+                offset=info.offset + row * start,
+            )
+        )
 
     def read_stored(self, info: TensorInfo) -> torch.Tensor:
         """Return what lies where `info` says."""

@@ -51,6 +51,7 @@ class CheckpointView(Shards):
         self.config = read_config(self.folder)
         self.stacks: list[Stack] = []
         self._made: dict[str, Callable[[], torch.Tensor]] = {}
+        self._last: tuple[str, torch.Tensor] | None = None  # what rows were read of
         self._stored = dict(self._infos)  # as in the files
         quantization = self.config.get("quantization_config")
         if quantization is not None:
@@ -67,6 +68,13 @@ class CheckpointView(Shards):
     def read(self, name: str) -> torch.Tensor:
         make = self._made.get(name)
         return super().read(name) if make is None else make()
+
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        if name not in self._made:
+            return super().read_rows(name, start, stop)
+        if self._last is None or self._last[0] != name:  # made as a whole, so made once
+            self._last = name, self.read(name)
+        return self._last[1][start:stop]
 
     def pieces(self, name: str) -> Iterator[memoryview]:
         make = self._made.get(name)

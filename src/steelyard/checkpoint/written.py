@@ -5,7 +5,6 @@ Nothing is known but config.json and the names of the tensors, as a server sees 
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,9 +14,9 @@ from compressed_tensors.quantization import QuantizationScheme
 from compressed_tensors.utils.match import match_name
 
 from steelyard.checkpoint.config_file import check_patterns, read_quantization
-from steelyard.checkpoint.layout import compressor_of, format_of, words_for
 from steelyard.checkpoint.patterns import PREFIX
 from steelyard.checkpoint.shards import Shards
+from steelyard.checkpoint.stored_weight import StoredWeight
 from steelyard.errors import CheckpointError
 
 __all__ = ["PARAMETER", "WrittenCheckpoint", "likely_class"]
@@ -51,10 +50,10 @@ class WrittenCheckpoint:
         self.schemes = {
             module: scheme
             for module in self.tensors
-            if (scheme := self._scheme(module)) is not None and self._can_be_quantized(module)
+            if (scheme := self.scheme_of(module)) is not None and self._can_be_quantized(module)
         }
 
-    def _scheme(self, module: str) -> QuantizationScheme | None:
+    def scheme_of(self, module: str) -> QuantizationScheme | None:
         """The scheme of a module: by its name, else by a pattern, else by its likely class."""
         if module in self._ignored or any(match_name(module, p) for p in self._patterns):
             return None
@@ -120,38 +119,21 @@ class WrittenCheckpoint:
         stored = self.shards.info(scale).dtype if scale in self.shards else torch.uint8
         return stored if stored.itemsize > 1 else torch.bfloat16  # one byte is a code of the format
 
-    def decode(self, module: str) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield the weight that a server reconstructs, fp32, some rows at a time with the first's
-        number: unpacked in one go it would take many times its size."""
-        scheme = self.schemes[module]
+    def stored(self, module: str) -> StoredWeight:
+        """Return the quantized weight of a module, to be read a few rows at a time."""
         names = [local for local in self.tensors[module] if PARAMETER.fullmatch(local)]
         if "weight" in self.tensors[module]:
             names.append("weight")
-        state = {local: self.shards.read(f"{module}.{local}") for local in names}
-        scale = state["weight_scale"]
-        if scale.dtype.itemsize > 1:  # else the product is rounded to bf16, which 8 bits notice
-            state["weight_scale"] = scale.float()
-        compressor = compressor_of(format_of(scheme))
-        rows, columns = self.shape(module)
-        args = scheme.weights
-        assert args is not None
-        height = args.block_structure[0] if args.block_structure else 1
-        unit = math.lcm(32, 32 // args.num_bits, height)  # no block or packed word is cut
-        step = max(unit, _AT_ONCE // max(columns, 1) // unit * unit)
+        return StoredWeight(self.shards, module, names, self.schemes[module], self.shape(module))
+
+    def decode(self, module: str) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield the weight that a server reconstructs, fp32, some rows at a time with the first's
+        number: unpacked in one go it would take many times its size."""
+        stored = self.stored(module)
+        rows, columns = stored.shape
+        step = max(stored.unit, _AT_ONCE // max(columns, 1) // stored.unit * stored.unit)
         for start in range(0, rows, step):
-            stop = min(start + step, rows)
-            part = dict(state)
-            for local, stored in state.items():
-                if local == "weight_shape":
-                    part[local] = torch.tensor([stop - start, columns])
-                elif local == "weight_zero_point" and stored.dtype == torch.int32:
-                    first, last = (words_for(r, args.num_bits) for r in (start, stop))
-                    part[local] = stored[first:last]
-                elif local.startswith("weight") and stored.ndim == 2:
-                    per = height if len(stored) < rows else 1
-                    part[local] = stored[start // per : -(-stop // per)]
-            decoded = compressor.decompress(part, scheme)
-            yield start, torch.as_tensor(decoded["weight"]).float()
+            yield start, stored.decode(stored.part(start, min(start + step, rows)))
 
 
 def likely_class(module: str) -> str:

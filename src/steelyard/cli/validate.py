@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from steelyard.cli import options
 from steelyard.cli.grouping import joined_lines
 from steelyard.cli.mistakes import FAILED
-from steelyard.cli.terminal import print_document, print_line
+from steelyard.cli.terminal import print_document, print_line, size
 
 if TYPE_CHECKING:
+    from steelyard.checkpoint import Findings
+    from steelyard.checkpoint.scale_values import ReportedScales
     from steelyard.checkpoint.written import WrittenCheckpoint
 
 __all__ = ["validate"]
@@ -36,73 +40,161 @@ def validate(
             show_default=False,
         ),
     ] = None,
+    full: Annotated[
+        bool,
+        typer.Option("--full", help="With --source: decode all rows of all weights, not some."),
+    ] = False,
     json: options.Json = False,
 ) -> None:
     """Check that a checkpoint holds what its config promises.
 
     Every tensor in its type and shape, and scales that can be used: a server loads a checkpoint
-    that lacks a scale without a word. Ends with 1 if there is a problem.
+    that lacks a scale without a word. Every file must have the digest that the run wrote to
+    provenance.json. Ends with 1 if there is a problem.
 
     \b
     Examples:
       steelyard validate model-FP8
       steelyard validate model-FP8 --source path/to/model
+      steelyard validate model-FP8 --source path/to/model --full
     """
     original = None if source is None else options.existing_model(source)
-    from steelyard.checkpoint import CheckpointView, validate_checkpoint
+    if full and original is None:
+        raise typer.BadParameter("give the original model too, with --source", param_hint="--full")
+    from steelyard.pipelines.source import model_folder
+
+    folder = model_folder(checkpoint)
+    origin = None if original is None else model_folder(original)
+    found = _check(folder, origin, full)
+    if json:
+        print_document("validate", _document(folder, origin, found))
+    else:
+        _print(folder, origin, found)
+    if found.problems:
+        raise typer.Exit(FAILED)
+
+
+def _check(folder: Path, origin: Path | None, full: bool) -> Findings:
+    from steelyard.checkpoint import CheckpointView, check_checkpoint
     from steelyard.checkpoint.written import WrittenCheckpoint
     from steelyard.errors import CheckpointError
     from steelyard.observers.fusion import fused_groups
     from steelyard.pipelines.class_loading import loading_problems, tied_problems
-    from steelyard.pipelines.source import model_folder
+    from steelyard.pipelines.progress import progress
 
-    folder = model_folder(checkpoint)
-    view = None if original is None else CheckpointView(model_folder(original), cut=False)
-    notes: list[str] = []
     try:
         written = WrittenCheckpoint(folder, None)
-    except CheckpointError as error:
-        modules, problems = 0, [" ".join(str(error).split())]
-    else:
-        modules = len(written.schemes)
-        problems = validate_checkpoint(
-            folder,
-            source=view,
-            fused=list(fused_groups(written.schemes)),
-            allow_negative=_negative(written),
+    except CheckpointError:  # which this meets too, after the digests
+        return check_checkpoint(folder, watch=progress)
+    reported, scales, notes = _reported(written)
+    negative, nearest = _recipe(written)
+    view = None
+    if origin is not None:
+        view = CheckpointView(origin)
+        for stack in [each for each in view.stacks if each.name in written.shards]:
+            view.restack(stack)
+    found = check_checkpoint(
+        folder,
+        source=view,
+        reported=reported,
+        scales=scales,
+        fused=list(fused_groups(written.schemes)),
+        allow_negative=negative,
+        nearest=nearest,
+        full=full,
+        watch=progress,
+    )
+    infos = [written.shards.info(name) for name in written.shards]
+    specs = {info.name: (info.dtype, info.shape) for info in infos}
+    found.problems += tied_problems(written.config, specs)
+    found.notes += notes
+    if not found.problems:
+        found.notes += loading_problems(written.config, specs)
+    return found
+
+
+def _reported(
+    written: WrittenCheckpoint,
+) -> tuple[dict[str, float], dict[str, ReportedScales], list[str]]:
+    """Return the errors and scales that report.json has for modules of these files."""
+    from steelyard.checkpoint.scale_values import ReportedScales
+    from steelyard.errors import ReportError
+    from steelyard.report import read_report
+
+    folder = Path(written.shards.folder)
+    if not (folder / "report.json").is_file():
+        return {}, {}, []
+    try:
+        modules = read_report(folder).modules
+    except ReportError as error:
+        return {}, {}, [str(error)]
+    known = [module for module in modules if module.name in written.tensors]
+    errors = {m.name: m.error for m in known if m.error is not None}
+    scales = {
+        m.name: ReportedScales(
+            None if m.scale is None else (m.scale.min, m.scale.max),
+            {local: (ends[0], ends[1]) for local, ends in m.activations.items() if len(ends) == 2},
         )
-        infos = [written.shards.info(name) for name in written.shards]
-        specs = {info.name: (info.dtype, info.shape) for info in infos}
-        problems += tied_problems(written.config, specs)
-        notes = [] if problems else loading_problems(written.config, specs)
-    if json:
-        print_document(
-            "validate",
-            {
-                "checkpoint": str(folder),
-                "source": None if view is None else str(view.folder),
-                "modules": modules,
-                "problems": problems,
-                "notes": notes,
-            },
-        )
-    elif problems:
-        print_line(joined_lines("\n".join(f"problem: {each}" for each in problems)), style="red")
+        for m in known
+    }
+    return errors, scales, []
+
+
+def _recipe(written: WrittenCheckpoint) -> tuple[bool, bool]:
+    """Whether the checkpoint's recipe allows negative scales, and rounds to nearest."""
+    from steelyard.errors import SteelyardError
+    from steelyard.recipes import load_recipe
+
+    configs = [written.quantization]
+    nearest = False
+    path = Path(written.shards.folder) / "recipe.yaml"
+    if path.is_file():
+        with contextlib.suppress(SteelyardError):  # of another program, with options of its own
+            modifiers = load_recipe(path).modifiers
+            nearest = all(modifier.rounds_to_nearest for modifier in modifiers)
+            made = [modifier.quantization_config() for modifier in modifiers]
+            configs += [config for config in made if config is not None]
+    groups = [group for config in configs for group in config.config_groups.values()]
+    kwargs = [g.weights.observer_kwargs or {} for g in groups if g.weights is not None]
+    return any(k.get("negative_scales") is True for k in kwargs), nearest
+
+
+def _document(folder: Path, origin: Path | None, found: Findings) -> dict[str, Any]:
+    rows, digests = found.rows, found.digests
+    return {
+        "checkpoint": str(folder),
+        "source": None if origin is None else str(origin),
+        "modules": found.modules,
+        "decoded": None if rows is None else {"rows": rows.rows, "of": rows.total},
+        "digests": None if digests is None else {"files": digests.files, "bytes": digests.bytes},
+        "notes": found.notes,
+        "problems": found.problems,
+    }
+
+
+def _print(folder: Path, origin: Path | None, found: Findings) -> None:
+    for note in found.notes:
+        print_line(f"note: {note}")
+    if found.problems:
+        problems = [f"problem: {each}" for each in found.problems]
+        print_line(joined_lines("\n".join(problems)), style="red")
         print_line()
-        print_line(f"{len(problems)} problem{'s' if len(problems) > 1 else ''} in {folder}")
-    else:
-        against = f", against {view.folder}" if view is not None else ""
-        print_line(f"{folder} is good: {modules} quantized modules checked{against}", "green")
-        for note in notes:
-            print_line(f"note: {note}")
-    if problems:
-        raise typer.Exit(FAILED)
+    for line in _extent(found):
+        print_line(line)
+    if found.problems:
+        count = len(found.problems)
+        print_line(f"{count} problem{'s' if count > 1 else ''} in {folder}")
+        return
+    against = f", against {origin}" if origin is not None else ""
+    print_line(f"{folder} is good: {found.modules} quantized modules checked{against}", "green")
 
 
-def _negative(written: WrittenCheckpoint) -> bool:
-    """Whether negative scales were asked for, which the checkpoint's own recipe tells."""
-    groups = written.quantization.config_groups.values()
-    kwargs = [s.weights.observer_kwargs or {} for s in groups if s.weights is not None]
-    recipe = Path(written.shards.folder) / "recipe.yaml"
-    text = recipe.read_text("utf-8", errors="replace") if recipe.is_file() else ""
-    return any(k.get("negative_scales") for k in kwargs) or "negative_scales: true" in text
+def _extent(found: Findings) -> Iterator[str]:
+    """Say how much was looked at."""
+    if found.digests is not None:
+        count = f"{found.digests.files:,} files, {size(found.digests.bytes)}"
+        yield f"compared digests of {count}"
+    if found.rows is not None and found.rows.total:
+        rows, total = found.rows.rows, found.rows.total
+        some = f"decoded {rows:,} of {total:,} rows; --full decodes all"
+        yield f"decoded all {total:,} rows of quantized weights" if rows == total else some

@@ -73,6 +73,11 @@ class Modifier(BaseModel, metaclass=_Refusing):
         """Whether a layer must see what the quantized layers before it give."""
         return False
 
+    @property
+    def rounds_to_nearest(self) -> bool:
+        """Whether every weight goes to the nearest code that its scale allows."""
+        return True
+
     def quantization_config(self) -> QuantizationConfig | None:
         """Return what is to be quantized and how, or None for a modifier that quantizes nothing."""
         return None

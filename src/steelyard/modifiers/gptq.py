@@ -134,6 +134,10 @@ class GPTQModifier(QuantizationModifier):
     def propagates_error(self) -> bool:
         return True
 
+    @property
+    def rounds_to_nearest(self) -> bool:
+        return False
+
 
 def _observed(weights: Any) -> Any:
     if isinstance(weights, Mapping) and "observer" not in weights:

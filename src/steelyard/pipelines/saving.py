@@ -82,6 +82,8 @@ class Output:
             resume=resume,
             ranks=ranks,
         ) as writer:
+            if source.shards is None:  # it may have been changed since it was loaded
+                writer.source = None
             yield cls(source, writer, tokenizer, format)
 
     @property

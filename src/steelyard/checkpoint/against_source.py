@@ -1,0 +1,199 @@
+"""Is a checkpoint made of this source?
+
+Quantized weights are decoded, some rows of each or all, and held against the stored scales. What
+was not quantized, settings and tokenizer must be as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from steelyard.checkpoint.deviation import Deviation
+from steelyard.checkpoint.digests import Watch, unwatched
+from steelyard.checkpoint.model_files import is_tokenizer_file
+from steelyard.checkpoint.other_files import other_files
+from steelyard.checkpoint.shards import Shards
+from steelyard.checkpoint.stored_weight import StoredWeight
+from steelyard.checkpoint.written import WrittenCheckpoint
+from steelyard.foreign import reason_of, show
+
+__all__ = ["RowsFound", "carried", "comparable", "decoded_rows", "same_config", "same_files"]
+
+TOLERANCE = 0.01  # of a reported error, relative
+SAMPLE = 1 << 24  # weights to decode of a checkpoint, but at least a few rows of each matrix
+_AT_ONCE = 1 << 22  # weights
+_OWN = {"quantization_config", "dtype", "torch_dtype", "transformers_version", "_name_or_path"}
+_OWN |= {"use_cache"}  # has no effect on what a model computes
+
+
+@dataclass
+class RowsFound:
+    """How many rows of the quantized weights were decoded."""
+
+    modules: int = 0
+    rows: int = 0
+    total: int = 0
+
+
+def decoded_rows(
+    written: WrittenCheckpoint,
+    source: Shards,
+    found: RowsFound,
+    *,
+    without: set[str],
+    reported: Mapping[str, float] | None = None,
+    nearest: bool = False,
+    whole: Iterable[str] = (),
+    full: bool = False,
+    watch: Watch = unwatched,
+) -> Iterator[str]:
+    """Decode rows of every quantized weight; yield those that are not the source's.
+
+    found:    filled with how much was decoded
+    without:  modules that cannot be decoded
+    reported: module -> relative squared error, held against weights that are decoded whole
+    nearest:  every weight was rounded to the nearest code
+    whole:    modules of which all rows are decoded, not a sample
+    full:     all of them
+    """
+    modules = [m for m in comparable(written, source) if m not in without]
+    budget = SAMPLE // max(len(modules), 1)
+    for module in sorted((reported or {}).keys() - written.schemes.keys()):
+        yield f"{module}.weight has a reported error, but is not quantized here"
+    found.modules = len(modules)
+    total = sum(written.shape(module)[0] for module in modules)
+    with watch("decoding weights", len(modules), unit="steps") as advance:
+        for module in modules:
+            stored = written.stored(module)
+            spans = _spans(stored, None if full or module in whole else budget)
+            found.rows += sum(stop - start for start, stop in spans)
+            problem = _compare(stored, source, module, spans, (reported or {}).get(module), nearest)
+            if problem is not None:
+                yield f"{module}.weight {problem}"
+            advance(1)
+    found.total = total
+
+
+def comparable(written: WrittenCheckpoint, source: Shards) -> list[str]:
+    """Return the modules whose weight is quantized and has its original in the source."""
+    return [
+        module
+        for module, scheme in written.schemes.items()
+        if scheme.weights is not None and f"{module}.weight" in source
+    ]
+
+
+def _spans(stored: StoredWeight, budget: int | None) -> list[tuple[int, int]]:
+    """Return the rows to decode, in runs that are spread over the weight, both ends among them.
+
+    budget: how many weights; None for all
+    """
+    rows, columns = stored.shape
+    if budget is None or rows * columns <= budget:
+        step = max(stored.unit, _AT_ONCE // max(columns, 1) // stored.unit * stored.unit)
+        return [(start, min(start + step, rows)) for start in range(0, rows, step)]
+    runs = -(-rows // stored.unit)
+    wanted = min(runs, max(2, budget // max(stored.unit * columns, 1)))
+    chosen = sorted({round(i * (runs - 1) / max(wanted - 1, 1)) for i in range(wanted)})
+    return [(run * stored.unit, min((run + 1) * stored.unit, rows)) for run in chosen]
+
+
+def _compare(
+    stored: StoredWeight,
+    source: Shards,
+    module: str,
+    spans: list[tuple[int, int]],
+    reported: float | None,
+    nearest: bool,
+) -> str | None:
+    deviation = Deviation()
+    for start, stop in spans:
+        original = source.read_rows(f"{module}.weight", start, stop).float()
+        try:
+            part = stored.part(start, stop)
+            deviation.add(original, stored.decode(part), stored.grid(part), stored.args)
+        except (RuntimeError, ValueError, AssertionError, KeyError) as failure:
+            return f"cannot be decoded: {reason_of(failure)}"
+    whole = sum(stop - start for start, stop in spans) == stored.shape[0]
+    if reported is not None and whole:
+        error = deviation.relative_error
+        limit = reported * (1 + TOLERANCE) + stored.precision
+        if not error <= limit:  # also where it is NaN
+            return f"decodes with a relative error of {error:.4g}; reported {reported:.4g}"
+    return deviation.problem(nearest)
+
+
+def carried(written: WrittenCheckpoint, source: Shards, same_bytes: bool = True) -> Iterator[str]:
+    """Yield the tensors that were not quantized and are not as they were.
+
+    same_bytes: False compares type and shape alone
+    """
+    for name in source:
+        module, _, local = name.rpartition(".")
+        if module in written.schemes and local == "weight":
+            continue
+        if name not in written.shards:
+            if not _was_split(written, name, source):
+                yield f"{name} is in the source, but missing here"
+            continue
+        there, here = source.info(name), written.shards.info(name)
+        if (there.dtype, there.shape) != (here.dtype, here.shape):
+            yield f"{name} is {here.dtype} {here.shape}; the source has {there.dtype} {there.shape}"
+        elif same_bytes and not written.shards.equal(name, source):
+            yield f"{name} is not quantized, but its values differ from the source"
+
+
+def _was_split(written: WrittenCheckpoint, name: str, source: Shards) -> bool:
+    """Experts that the source stacks in one tensor are quantized one by one."""
+    below = name.rpartition(".")[0] + "."
+    return len(source.info(name).shape) == 3 and any(m.startswith(below) for m in written.schemes)
+
+
+def same_config(
+    written: Mapping[str, Any], source: Mapping[str, Any], complete: bool, path: str = ""
+) -> Iterator[str]:
+    """Yield the settings of config.json that are not the source's.
+
+    complete: also those that only one of the two has, which may be another writer's defaults
+    """
+    for key in {**source, **written}:
+        if key in _OWN:
+            continue
+        name = f"{path}{key}"
+        if key not in written or key not in source:
+            if complete:
+                where = "missing here" if key in source else "not in the source's"
+                value = source[key] if key in source else written[key]
+                yield f"config.json: {name} ({show(value)}) is {where}"
+            continue
+        here, there = written[key], source[key]
+        if isinstance(here, dict) and isinstance(there, dict):
+            yield from same_config(here, there, complete, f"{name}.")
+        elif here != there:
+            yield f"config.json: {name} is {show(here)}; the source has {show(there)}"
+
+
+def same_files(folder: Path, source: Path, complete: bool) -> Iterator[str]:
+    """Yield the tokenizer's files that are not the source's.
+
+    complete: the checkpoint was written by a run that copies them byte by byte; else another
+              writer may have saved them anew, and only a file that ends too early is a problem
+    """
+    for relative in other_files(source):
+        if not is_tokenizer_file(relative):
+            continue
+        here, there = folder / relative, source / relative
+        if not here.is_file():
+            if complete:
+                yield f"{relative} is in the source, but missing here"
+            continue
+        content, original = here.read_bytes(), there.read_bytes()
+        if content == original:
+            continue
+        if len(content) < len(original) and original.startswith(content):
+            yield f"{relative} ends after {len(content):,} of {len(original):,} bytes"
+        elif complete:
+            yield f"{relative} differs from the source's"

@@ -1,0 +1,160 @@
+"""How far a decoded weight is from the source, in steps of its own scales.
+
+Rounding to the nearest code leaves a deviation that is even between minus half a step and half a
+step, so its mean square is 1/12 of a squared step; at most it is 1/4, three times that. GPTQ moves
+weights that were not rounded yet to make up for the error of those that were: with 2 to 8 bits,
+NVFP4, MXFP4 and FP8, ordered or not, and fewer tokens than columns, five times 1/12 was the most.
+Codes that do not belong to a weight (random, of another row or module, with another scale or zero
+point) are several steps away: 50 times and more. Where most codes are zero, because outliers set
+the scale, codes of another row are not far away either; there the correlation tells.
+
+A weight beyond the range of its scale counts from the end of the range.
+
+With 2 or 3 bits a scale that is too large moves no code by many steps. But observers choose scales
+so that the largest weight of a group lies near the end of the range or beyond: 75 % of it with 2
+bits, else more.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass, field
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+
+from steelyard.checkpoint.stored_weight import Grid
+from steelyard.kernels.rounding import minifloat, quantized_range
+
+__all__ = ["Deviation"]
+
+NEAREST, MOVED = 4.0, 14.0
+"""Limits of the mean square, as multiples of 1/12: rounded to nearest, and by GPTQ."""
+FAR = 2.0
+"""Steps; arithmetic in bf16 misplaces a code of 8 bits by up to 1.25."""
+CORRELATION = 0.3
+RANGE = 0.35
+"""Share of the range that the largest weight of a usual group takes, at least."""
+FINE = 1.0
+"""The correlation says something where 1/12 squared step is below the mean square of weights."""
+
+
+@dataclass
+class Deviation:
+    """Sums over the rows that were compared."""
+
+    count: int = 0
+    noise: float = 0.0  # squared, in steps where a step is 1
+    nominal: float = 0.0  # the same if the deviation were even in each step
+    far: int = 0  # weights more than FAR steps away
+    error: float = 0.0  # squared
+    signal: float = 0.0
+    decoded: float = 0.0
+    product: float = 0.0
+    coarseness: float = 0.0  # squared steps / 12, in units of the weights
+    ranges: list[float] = field(default_factory=list)  # share of it that each group's weights take
+
+    def add(
+        self,
+        original: torch.Tensor,
+        decoded: torch.Tensor,
+        grid: Grid | None,
+        args: QuantizationArgs,
+    ) -> None:
+        """Take some rows.
+
+        original, decoded: (rows, columns), fp32
+        grid:              None where steps are not known; then the correlation is all there is
+        """
+        self.count += original.numel()
+        self.error += _sum_of_squares(decoded - original)
+        self.signal += _sum_of_squares(original)
+        self.decoded += _sum_of_squares(decoded)
+        self.product += float((original.double() * decoded.double()).sum())
+        if grid is None:
+            return
+        low, high = quantized_range(args)
+        wanted = (original - grid.offset) / grid.step
+        self.ranges += _ranges(wanted, args)
+        wanted = wanted.clamp_(low, high)
+        found = (decoded - grid.offset) / grid.step
+        spacing = _spacing(wanted, found, args)
+        usable = (grid.step != 0) & torch.isfinite(wanted) & torch.isfinite(found)
+        away = torch.where(usable, wanted - found, 0.0)
+        self.noise += _sum_of_squares(away)
+        self.nominal += _sum_of_squares(torch.where(usable, spacing, 0.0)) / 12
+        self.far += int((away.abs() > FAR * spacing).sum())
+        self.coarseness += _sum_of_squares(torch.where(usable, spacing * grid.step, 0.0)) / 12
+
+    @property
+    def relative_error(self) -> float:
+        return self.error / self.signal if self.signal else self.error
+
+    @property
+    def correlation(self) -> float:
+        size = math.sqrt(self.signal * self.decoded)
+        return self.product / size if size else 1.0
+
+    def problem(self, nearest: bool) -> str | None:
+        """Return what is wrong, if these rows cannot be those of the source.
+
+        nearest: every weight was rounded to the nearest code
+        """
+        excess = self.noise / self.nominal if self.nominal else 0.0
+        if not math.isfinite(self.error):
+            return "decodes to values that are not finite"
+        if excess > (NEAREST if nearest else MOVED):
+            steps = math.sqrt(excess / 12)
+            usual = 0.29  # 1 / sqrt(12)
+            return (
+                f"decodes to values that are {steps:.2g} steps from the source (root mean square; "
+                f"{usual} when rounded to nearest), correlation {self.correlation:.2f}"
+            )
+        if self.ranges and (share := statistics.median(self.ranges)) < RANGE:
+            return (
+                f"has scales that are too large: the source's weights take {share:.0%} of their "
+                "range"
+            )
+        fine = self.coarseness <= FINE * self.signal
+        if fine and self.signal and self.correlation < CORRELATION:
+            return f"decodes to values whose correlation with the source is {self.correlation:.2f}"
+        if nearest and self.far:
+            return (
+                f"has {self.far:,} of {self.count:,} decoded values more than {FAR:g} steps from "
+                "the source, though its recipe rounds to nearest"
+            )
+        return None
+
+
+def _ranges(scaled: torch.Tensor, args: QuantizationArgs) -> list[float]:
+    """Return the share of the range that the weights of each group take, without empty groups.
+
+    scaled: (rows, columns), weights in units of the step, zero point added
+    """
+    if args.strategy not in ("group", "channel", "tensor_group") or args.actorder == "group":
+        return []
+    width = args.group_size if args.group_size and args.group_size > 0 else scaled.shape[1]
+    if not scaled.numel() or scaled.shape[1] % width:
+        return []
+    low, high = quantized_range(args)
+    groups = scaled.reshape(-1, width)
+    if args.symmetric:
+        shares = groups.abs().amax(dim=1) / max(-low, high)
+    else:
+        shares = (groups.amax(dim=1) - groups.amin(dim=1)) / (high - low)
+    return [float(share) for share in shares[torch.isfinite(shares) & (shares > 0)].tolist()]
+
+
+def _spacing(wanted: torch.Tensor, found: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
+    """Return the distance between two codes where these lie; 1 for integers."""
+    if args.type == "int":
+        return torch.ones_like(wanted)
+    mantissa, smallest = minifloat(args.num_bits)
+    size = torch.maximum(wanted.abs(), found.abs())
+    exponent = torch.frexp(size).exponent - 1
+    return torch.ldexp(torch.ones_like(size), exponent.clamp_(min=smallest) - mantissa)
+
+
+def _sum_of_squares(values: torch.Tensor) -> float:
+    return float(values.double().square().sum())

@@ -1,0 +1,126 @@
+"""Can the stored scales and zero points be used, and are they those that the run reported?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+from steelyard.checkpoint.structure import Structure
+from steelyard.checkpoint.written import PARAMETER, WrittenCheckpoint
+from steelyard.kernels.rounding import quantized_range
+
+__all__ = ["ReportedScales", "reported_scales", "state_values", "weight_values"]
+
+_DIGITS = 1e-4  # relative; a report holds six digits
+_BIAS = 127  # of an exponent that is stored as a byte
+
+
+@dataclass(frozen=True)
+class ReportedScales:
+    """What a run reported of one module.
+
+    weight: smallest and largest of its weight's scales, as they act
+    others: scale -> its smallest and largest value, such as `input_scale`
+    """
+
+    weight: tuple[float, float] | None = None
+    others: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+
+def weight_values(
+    written: WrittenCheckpoint, broken: set[str], allow_negative: bool
+) -> Iterator[str]:
+    """Scales that can be divided by, zero points inside the quantized type."""
+    for module, scheme in written.schemes.items():
+        parts = {
+            "weight": scheme.weights,
+            "input": scheme.input_activations,
+            "output": scheme.output_activations,
+        }
+        for local in sorted(written.tensors[module]):
+            match = PARAMETER.fullmatch(local)
+            args = parts[match[1]] if match else None
+            if args is not None:
+                signed = args is scheme.weights and args.type == "int" and args.symmetric
+                name = f"{module}.{local}"
+                yield from _check(written, name, args, allow_negative and bool(signed))
+        if "weight_shape" in written.tensors[module] and module not in broken:
+            stored = tuple(written.shards.read(f"{module}.weight_shape").tolist())
+            if stored != written.shape(module):
+                yield f"{module}.weight_shape says {stored}; expected {written.shape(module)}"
+
+
+def state_values(structure: Structure) -> Iterator[str]:
+    """The same for the scales of a quantized cache, or of attention's states."""
+    written = structure.written
+    cache = written.quantization.kv_cache_scheme
+    groups: list[QuantizationScheme] = list(written.quantization.config_groups.values())
+    for module, names in structure.states().items():
+        scheme = written.scheme_of(module)
+        used = cache or (scheme.input_activations if scheme is not None else None)
+        if used is None:
+            used = next((g.input_activations for g in groups if not g.weights), None)
+        for local in sorted(names):
+            if used is None:
+                yield f"{module}.{local} is there, but the config quantizes no such state"
+            else:
+                yield from _check(written, f"{module}.{local}", used, signed=False)
+
+
+def _check(
+    written: WrittenCheckpoint, name: str, args: QuantizationArgs, signed: bool
+) -> Iterator[str]:
+    if name.endswith("_scale"):
+        value = written.shards.read(name)
+        if value.dtype == torch.uint8:  # exponents; all but the last are powers of two
+            value = torch.where(value == 255, torch.nan, 1.0)
+        value = value.float()
+        for what, bad in (
+            ("not finite", ~torch.isfinite(value)),
+            ("zero", value == 0),
+            ("negative", (value < 0) & torch.tensor(not signed)),
+        ):
+            if bool(bad.any()):
+                yield f"{name} has {int(bad.sum())} of {value.numel()} values that are {what}"
+    elif name.endswith("_zero_point") and written.shards.info(name).dtype != torch.int32:
+        # packed zero points fill their bits, and so cannot lie outside
+        low, high = quantized_range(args)
+        value = written.shards.read(name).float()
+        bad = ~((value >= low) & (value <= high))
+        if bool(bad.any()):
+            yield f"{name} has {int(bad.sum())} values outside {low:g} to {high:g}"
+
+
+def reported_scales(
+    written: WrittenCheckpoint, reported: Mapping[str, ReportedScales]
+) -> Iterator[str]:
+    """Hold the ends of the stored scales against those that the run reported."""
+    for module, scales in reported.items():
+        for local, ends in scales.others.items():
+            name = f"{module}.{local}"
+            if name in written.shards:
+                yield from _compare(name, written.shards.read(name).float(), ends)
+        name, second = f"{module}.weight_scale", f"{module}.weight_global_scale"
+        if scales.weight is not None and name in written.shards:
+            value = written.shards.read(name)
+            if value.dtype == torch.uint8:
+                value = torch.exp2(value.float() - _BIAS)
+            value = value.float().abs()
+            if second in written.shards:
+                value = value / written.shards.read(second).float()
+            yield from _compare(name, value, scales.weight)
+
+
+def _compare(name: str, value: torch.Tensor, ends: tuple[float, float]) -> Iterator[str]:
+    if not value.numel():
+        return
+    found = tuple(float(end) for end in value.aminmax())
+    if not all(math.isclose(a, b, rel_tol=_DIGITS) for a, b in zip(found, ends, strict=True)):
+        yield (
+            f"{name} is {found[0]:.6g} to {found[1]:.6g}; report.json has {ends[0]:.6g} to "
+            f"{ends[1]:.6g}"
+        )

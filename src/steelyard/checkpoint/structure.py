@@ -1,0 +1,201 @@
+"""Does a checkpoint hold the tensors that its config promises, and none besides?"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from compressed_tensors.quantization import QuantizationScheme
+
+from steelyard.checkpoint.layout import (
+    TensorSpec,
+    expected_attention_tensors,
+    expected_tensors,
+    format_of,
+)
+from steelyard.checkpoint.shards import INDEX, Shards
+from steelyard.checkpoint.written import PARAMETER, WrittenCheckpoint
+from steelyard.foreign import show
+
+__all__ = ["Structure"]
+
+_CACHE_PARAMETER = re.compile(r"[qkv]_(scale|zero_point)")
+_METHOD = "compressed-tensors"
+_LAYER = re.compile(r"(.*?\b(?:layers|h|blocks))\.(\d+)\.")
+_TEXT_STACK = re.compile(r"(?:model|transformer|language_model|decoder|\.)*(?:layers|h|blocks)")
+_KEYS = re.compile(r"k_proj|kv_b_proj|qkv|query_key_value|c_attn|Wqkv", re.IGNORECASE)
+_EXTRA_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_layers")
+
+
+class Structure:
+    """Names, types and shapes.
+
+    broken: modules that cannot be decoded, filled by `tensors`
+    """
+
+    def __init__(self, written: WrittenCheckpoint) -> None:
+        self.written = written
+        self.shards: Shards = written.shards
+        self.broken: set[str] = set()
+
+    def tensors(self) -> Iterator[str]:
+        """Every tensor that a scheme needs, in its type and shape, and none besides."""
+        written = self.written
+        cache = written.quantization.kv_cache_scheme
+        if not written.schemes and cache is None and not self.states():
+            yield f"{self.shards.folder} has a quantization_config but no quantized module"
+        for module, locals_ in written.tensors.items():
+            found = {local for local in locals_ if PARAMETER.fullmatch(local)}
+            scheme = written.schemes.get(module)
+            if scheme is None:
+                for local in sorted(found):
+                    yield f"{module}.{local} is there, but the config does not quantize {module}"
+                continue
+            try:
+                expected = expected_tensors(scheme, written.shape(module), written.dtype(module))
+            except ValueError as error:
+                self.broken.add(module)
+                yield f"{module}.weight does not fit its scheme: {error}"
+                continue
+            yield from self._compare(module, expected)
+            for local in sorted((found | (locals_ & {"weight"})) - expected.keys()):
+                yield f"{module}.{local} is left over: {format_of(scheme)} does not hold it"
+
+    def _compare(self, module: str, expected: Mapping[str, TensorSpec]) -> Iterator[str]:
+        for local, (dtype, shape) in expected.items():
+            name = f"{module}.{local}"
+            info = self.shards.info(name) if name in self.shards else None
+            if info is not None and (info.dtype, info.shape) == (dtype, shape):
+                continue
+            self.broken.add(module)
+            found = f"{info.dtype} {info.shape}" if info is not None else "missing"
+            yield f"{name} is {found}; expected {dtype} {shape}"
+
+    # -- the cache ----------------------------------------------------------------------------
+
+    def states(self) -> dict[str, set[str]]:
+        """Modules with parameters of attention's states, and their names."""
+        return {
+            module: names
+            for module, locals_ in self.written.tensors.items()
+            if (names := {local for local in locals_ if _CACHE_PARAMETER.fullmatch(local)})
+        }
+
+    def cache(self) -> Iterator[str]:
+        """Scales of a quantized key and value cache, of all layers or of none."""
+        args = self.written.quantization.kv_cache_scheme
+        found = self.states()
+        if args is not None and not found and args.dynamic is not True:
+            yield "k_scale and v_scale are missing, but the config has a static kv_cache_scheme"
+        heads = self._text().get("num_key_value_heads") or self._text().get("num_attention_heads")
+        for module in found:
+            if args is not None:
+                count = heads if isinstance(heads, int) else 1
+                dtype = self.written.dtype(module)
+                yield from self._compare(module, expected_attention_tensors(args, dtype, count))
+        for module in sorted(self._attention(found) - found.keys()):
+            yield f"{module} has no k_scale and v_scale, but {next(iter(found))} has"
+
+    def _attention(self, found: Mapping[str, set[str]]) -> set[str]:
+        """Return the modules that are, in some layer, what those with scales are in theirs."""
+        kinds = {_kind(module) for module in found}
+        holders = {name for name in self.written.tensors if _KEYS.search(name.rpartition(".")[2])}
+        return {parent for name in holders if _kind(parent := name.rpartition(".")[0]) in kinds}
+
+    # -- fusion -------------------------------------------------------------------------------
+
+    def fusion(self, modules: tuple[str, ...]) -> Iterator[str]:
+        """One scheme, and one value of each scale that the merged layer has but one of."""
+        schemes = [self.written.schemes.get(module) for module in modules]
+        first = schemes[0]
+        for module, scheme in zip(modules, schemes, strict=True):
+            if (scheme is None) != (first is None):
+                yield f"{module} is fused with {modules[0]}, but only one of them is quantized"
+                return
+        if first is None:
+            return
+        for local in _shared(first):
+            values = {
+                name: self.shards.read(name).float().flatten().tolist()
+                for name in (f"{module}.{local}" for module in modules)
+                if name in self.shards
+            }
+            for name, value in values.items():
+                other = next(iter(values))
+                if value != values[other]:
+                    yield f"{name} is {value}, but its fused partner {other} is {values[other]}"
+
+    # -- the config ---------------------------------------------------------------------------
+
+    def config(self) -> Iterator[str]:
+        """Settings of config.json that contradict the tensors."""
+        raw = self.written.config.get("quantization_config")
+        method = raw.get("quant_method") if isinstance(raw, dict) else None
+        if method != _METHOD:
+            yield (
+                f"config.json: quantization_config has quant_method {show(method)}, so a server "
+                f"does not know the format; expected {_METHOD!r}"
+            )
+        yield from self._layers()
+        yield from self._widths()
+        if not (self.shards.folder / INDEX).exists():
+            for path in self.shards.unread:
+                if not path.name.startswith("consolidated"):
+                    yield (
+                        f"{path.name} lies beside model.safetensors, and servers load both; "
+                        "remove it"
+                    )
+
+    def _layers(self) -> Iterator[str]:
+        wanted = self._text().get("num_hidden_layers")
+        if not isinstance(wanted, int) or isinstance(wanted, bool):
+            return
+        stacks: dict[str, set[int]] = {}
+        for module in self.written.tensors:
+            match = _LAYER.match(f"{module}.")
+            if match and _TEXT_STACK.fullmatch(match[1]):
+                stacks.setdefault(match[1], set()).add(int(match[2]))
+        if len(stacks) != 1:  # none that is known, or an encoder beside a decoder
+            return
+        (stack, numbers), *_ = stacks.items()
+        extra = sum(n for key in _EXTRA_LAYERS if isinstance(n := self._text().get(key), int))
+        if not wanted <= max(numbers) + 1 <= wanted + extra:
+            yield (
+                f"config.json: num_hidden_layers is {wanted}, but the files hold {stack}.0 to "
+                f"{stack}.{max(numbers)}"
+            )
+        elif (gaps := set(range(wanted)) - numbers) and "block_configs" not in self._text():
+            yield f"{stack}.{min(gaps)} is missing: no tensor has that name"
+
+    def _widths(self) -> Iterator[str]:
+        """Rows and columns of the embedding, where the model has one of the usual kind."""
+        text = self._text()
+        names = [n for n in self.shards if re.fullmatch(r"[\w.]*\bembed_tokens\.weight", n)]
+        if len(names) != 1 or {"word_embed_proj_dim", "embedding_size"} & text.keys():
+            return
+        shape = self.shards.info(names[0]).shape
+        for size, key in zip(shape, ("vocab_size", "hidden_size"), strict=False):
+            wanted = text.get(key)
+            if isinstance(wanted, int) and wanted != size:
+                yield f"config.json: {key} is {wanted}, but {names[0]} is {shape}"
+
+    def _text(self) -> dict[str, Any]:
+        """The part of the config that describes the language model."""
+        inner = self.written.config.get("text_config")
+        return inner if isinstance(inner, dict) else self.written.config
+
+
+def _shared(scheme: QuantizationScheme) -> list[str]:
+    """Return the scales of which a merged layer has but one."""
+    shared = ["weight_global_scale", "input_global_scale"]
+    parts = {"weight_scale": scheme.weights, "input_scale": scheme.input_activations}
+    for local, args in parts.items():
+        if args and args.type == "float" and args.strategy == "tensor":
+            shared.append(local)
+    return shared
+
+
+def _kind(module: str) -> str:
+    """Return the name of a module without the numbers in it."""
+    return ".".join("*" if part.isdigit() else part for part in module.split("."))
