@@ -316,7 +316,7 @@ TABLE: list[tuple[str, list[str], Damage, str]] = [
     ("more layers", ["W4A16"], set_value("num_hidden_layers", 3), "source alone report"),
     ("fewer layers", ["W4A16"], set_value("num_hidden_layers", 1), "source alone report"),
     ("hidden_size", ["W4A16"], set_value("hidden_size", 64), "source alone report"),
-    ("vocab_size", ["W4A16"], set_value("vocab_size", 64), "source alone report"),
+    ("vocab_size", ["W4A16"], set_value("vocab_size", 256), "source alone report"),
     ("other architecture", ["W4A16"], set_value("architectures", ["LlamaForCausalLM"]), "source"),
     (
         "quant_method gone",
