@@ -12,6 +12,7 @@ import torch
 
 from steelyard.errors import DataError
 from steelyard.foreign import printable, reason_of, show
+from steelyard.pipelines.chat import ChatRenderer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,6 +49,10 @@ class RowReader:
     @cached_property
     def tokenizer(self) -> Any:
         return self.get_tokenizer()
+
+    @cached_property
+    def _renderer(self) -> ChatRenderer:
+        return ChatRenderer(self.tokenizer)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -135,7 +140,7 @@ class RowReader:
 
     def _chat(self, messages: Any, where: str) -> list[int]:
         try:
-            text = self.tokenizer.apply_chat_template(list(messages), tokenize=False)
+            text = self._renderer.render(list(messages))
         except Exception as error:  # whatever a template raises about these messages
             raise DataError(
                 f"{where}: the messages do not go through the tokenizer's chat template: "
