@@ -190,9 +190,7 @@ def test_interrupted_run_is_taken_up_again(
         answer = steelyard(*arguments)
     signal.signal(signal.SIGINT, before)
     assert answer.code == 130
-    assert answer.err.splitlines()[-1] == (
-        "error: interrupted; the same command takes the run up where it was"
-    )
+    assert answer.err.splitlines()[-1] == ("error: interrupted; the same command resumes the run")
     assert not (tmp_path / "q").exists()
     assert steelyard(*arguments).code == 0
     assert validate_checkpoint(tmp_path / "q", source=Shards(model)) == []

@@ -131,7 +131,7 @@ def quantize(
             show_progress=is_first() and not dry_run,
         )
     except KeyboardInterrupt:
-        raise Interrupted("the same command takes the run up where it was") from None
+        raise Interrupted("the same command resumes the run") from None
     if json:
         print_document("quantize", as_document(result))
     elif dry_run:
