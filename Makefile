@@ -22,7 +22,7 @@ OLDEST_TESTS := $(wildcard tests/observers tests/conformance tests/properties te
 OLDEST_TESTS += tests/pipelines/test_gptq.py  # which stores g_idx only there
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest browser check docs bench e2e clean
+.PHONY: help demo test test-oldest browser clang check docs bench e2e clean
 
 # One thread per test process, or the workers fight over the cores.
 test test-oldest: export OMP_NUM_THREADS := 1
@@ -37,25 +37,33 @@ test: $(READY_DEV) browser  ## run all tests, then those of test-oldest
 	$(VENV)/bin/python -m pytest -n $(WORKERS)
 	$(MAKE) test-oldest
 
-test-oldest: $(READY_OLDEST)  ## run the tests of the core with the oldest supported versions
+test-oldest: $(READY_OLDEST)  ## run the tests of the core with the oldest versions, built with clang
 	$(OLDEST)/bin/python -m pytest -n $(WORKERS) $(OLDEST_TESTS)
 
-# The report's page is tested in a real browser.
+# $(call need,programs,package,why): install Debian's package unless one of the programs is there.
+define need
+@for name in $(1); do \
+	command -v $$name >/dev/null && exit 0; \
+done; \
+if ! command -v apt-get >/dev/null; then \
+	echo "$(3): install one of $(1), so that it is on PATH" >&2; \
+	exit 1; \
+elif [ "$$(id -u)" = 0 ]; then \
+	apt-get update -q && apt-get install -q -y --no-install-recommends $(2); \
+elif command -v sudo >/dev/null; then \
+	sudo apt-get update -q && sudo apt-get install -q -y --no-install-recommends $(2); \
+else \
+	echo "$(3): as root, run apt-get install $(2)" >&2; \
+	exit 1; \
+fi
+endef
+
 browser:  ## install Chromium, where there is none
-	@for name in chromium chromium-browser google-chrome google-chrome-stable; do \
-		command -v $$name >/dev/null && exit 0; \
-	done; \
-	if ! command -v apt-get >/dev/null; then \
-		echo "the tests need Chromium: install it, so that chromium or google-chrome is on PATH" >&2; \
-		exit 1; \
-	elif [ "$$(id -u)" = 0 ]; then \
-		apt-get update -q && apt-get install -q -y --no-install-recommends chromium; \
-	elif command -v sudo >/dev/null; then \
-		sudo apt-get update -q && sudo apt-get install -q -y --no-install-recommends chromium; \
-	else \
-		echo "the tests need Chromium: as root, run apt-get install chromium" >&2; \
-		exit 1; \
-	fi
+	$(call need,chromium chromium-browser google-chrome google-chrome-stable,chromium,\
+		the page of the report is tested in a browser)
+
+clang:  ## install clang, where there is none
+	$(call need,clang++,clang,the oldest environment is built with clang)
 
 check: $(READY_DEV)  ## lint, formatting and types
 	$(VENV)/bin/ruff check
@@ -85,6 +93,11 @@ clean:  ## remove environments, builds and caches
 $(READY): constraints.txt
 $(READY_OLDEST): constraints-oldest.txt
 $(READY_OLDEST): EXTRAS := [dev]
+# so that both compilers are tested, and a flag that must not reach every kernel
+$(READY_OLDEST): export CC := clang
+$(READY_OLDEST): export CXX := clang++
+$(READY_OLDEST): export CXXFLAGS := -march=native
+$(READY_OLDEST): | clang
 
 $(READY) $(READY_OLDEST): pyproject.toml CMakeLists.txt $(NATIVE)
 	$(PYTHON) -m venv $(@D)
