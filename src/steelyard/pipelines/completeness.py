@@ -36,7 +36,8 @@ def started_anew(source: Source) -> Iterator[str]:
     known = source.model.known if isinstance(source.model, FilesModel) else None
     if known is None:
         return
-    missing = [name for name in known.missing() if not _is_elsewhere(name, _patterns(known))]
+    patterns = _patterns(known)
+    missing = [name for name in known.missing() if not _is_elsewhere(name, patterns)]
     if missing:
         yield (
             f"the files do not hold {_some(missing)}, which {type(known.model).__name__} has: "

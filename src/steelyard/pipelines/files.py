@@ -68,6 +68,8 @@ class FilesModel(Module):
         except NoModelClass as error:
             self.unknown = str(error)
         self.class_names = {} if self.known is None else _class_names(self.known)
+        head = None if self.known is None else self.known.head
+        self._head = next((file for file, own in self.class_names.items() if own == head), None)
         self.all_tied_weights_keys = _tied(view, self.known)
         for name in view.names():
             *path, leaf = name.split(".")
@@ -86,9 +88,7 @@ class FilesModel(Module):
 
     def get_output_embeddings(self) -> Module | None:
         """Return the output head, where the class tells which module is."""
-        head = None if self.known is None else self.known.head
-        name = next((file for file, own in self.class_names.items() if own == head), None)
-        return None if name is None else self.get_submodule(name)
+        return None if self._head is None else self.get_submodule(self._head)
 
     def inferred(self, name: str) -> bool:
         """Whether only its name says what a module is."""
