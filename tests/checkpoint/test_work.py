@@ -244,10 +244,16 @@ def test_same_bytes_in_place_are_no_proof_that_it_was_moved(
     assert not (out / "tokenizer.json").exists()
 
 
-def test_file_by_the_name_of_the_last_journal_is_kept(tmp_path: Path) -> None:
-    (tmp_path / ".out.steelyard-done").mkdir()
-    write(tmp_path / "out")
-    assert sorted(p.name for p in tmp_path.iterdir()) == [".out.steelyard-done", "out"]
+@pytest.mark.parametrize("resume", [True, False])
+def test_file_by_the_name_of_the_last_journal_is_kept(resume: bool, tmp_path: Path) -> None:
+    theirs = tmp_path / ".out.steelyard-done"
+    theirs.write_text("mine")
+    write(tmp_path / "out", resume=resume)
+    assert theirs.read_text() == "mine"
+    theirs.unlink()
+    theirs.mkdir()
+    write(tmp_path / "out", overwrite=True, resume=resume)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [theirs.name, "out"]
 
 
 def test_exchange(tmp_path: Path) -> None:

@@ -166,9 +166,14 @@ class WorkFolder:
 
     def _owns_done(self) -> bool:
         """Whether the journal of a run that ended lies beside the output."""
-        with suppress(FileNotFoundError):
-            status = self.done.lstat()
-            return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+        with suppress(OSError):
+            handle = os.open(self.done, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                status = os.fstat(handle)
+                known = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+                return known and os.pread(handle, 9, 0) == b'{"format"'
+            finally:
+                os.close(handle)
         return False
 
     def _remove_done(self) -> None:
