@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from commands import Answer, Command
+from safetensors.torch import load_file, save_file
 
 VALUES = (
     *(None, True, -1, 0, 3.5, 1e6, 10**30, "x", "", [], {}, [1], {"a": {"b": 1}}),
@@ -87,6 +89,35 @@ def test_settings_of_any_type(
         answer = steelyard(*(words.get(word, word) for word in command.split()))
         assert_a_sentence(answer, file, path, value)
         shutil.rmtree(output, ignore_errors=True)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "largest", "options"),
+    [
+        (torch.float64, None, "--scheme W4A16 --gptq --data D --samples 1 --max-seq-length 8"),
+        (torch.bfloat16, 3.38e38, "--scheme W4A16"),
+        (torch.bfloat16, 1e-40, "--scheme W4A16"),
+    ],
+)
+def test_types_and_sizes_of_weights(
+    dtype: torch.dtype,
+    largest: float | None,
+    options: str,
+    steelyard: Command,
+    model: Path,
+    workplace: Path,
+    tmp_path: Path,
+) -> None:
+    copy = tmp_path / "model"
+    shutil.copytree(model, copy)
+    tensors = {k: v.to(dtype) for k, v in load_file(copy / "model.safetensors").items()}
+    if largest is not None:
+        tensors["model.layers.0.self_attn.q_proj.weight"].fill_(largest)
+    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    words = [str(workplace / "calibration.txt") if w == "D" else w for w in options.split()]
+    answer = steelyard("quantize", copy, "-o", tmp_path / "output", *words)
+    assert_a_sentence(answer, dtype, largest)
+    assert largest is not None or answer.code == 0, answer.err
 
 
 def test_names_that_act_on_a_terminal(

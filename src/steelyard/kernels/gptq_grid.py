@@ -171,5 +171,5 @@ class Grid:
 
     def _held(self, x: torch.Tensor) -> torch.Tensor:
         """Round to the weight's type; what is too large for it becomes its largest value."""
-        limit = torch.finfo(self.dtype).max
+        limit = min(torch.finfo(self.dtype).max, torch.finfo(x.dtype).max)
         return x.clamp(-limit, limit).to(self.dtype)

@@ -125,6 +125,7 @@ def _clipped(
 
 
 def _weights(before: torch.Tensor, after: torch.Tensor) -> dict[str, Any]:
+    before, after = before.nan_to_num(), after.nan_to_num()  # codes times a scale may overflow
     ends = [float(end) for t in (before, after) for end in t.aminmax()]
     low, high = _range(min(ends), max(ends))
     return {
@@ -172,7 +173,9 @@ def _range(low: float, high: float) -> tuple[float, float]:
 
 
 def _histogram(values: torch.Tensor, bins: int, low: float, high: float) -> list[int]:
-    return [int(n) for n in torch.histc(values.float().cpu(), bins, low, high).tolist()]
+    wide = high - low > torch.finfo(torch.float32).max / 4
+    values = values.double() if wide else values.float()
+    return [int(n) for n in torch.histc(values.cpu(), bins, low, high).tolist()]
 
 
 def _short(value: float) -> float:
