@@ -192,7 +192,8 @@ class Decisions:
         extra = {}
         for i, names in enumerate(by_scheme.values()):
             scheme = self.weights_only_schemes[names[0]]
-            targets = [stored_name(name) for name in names]
+            # vLLM starts from the names in the files, transformers from those of its class
+            targets = list(dict.fromkeys([*map(stored_name, names), *names]))
             extra[f"weights_only_{i}"] = scheme.model_copy(update={"targets": targets})
             self.result.notes.append(
                 f"{count(len(names), 'module')} saw no token; only their weights are quantized: "
