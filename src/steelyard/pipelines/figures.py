@@ -173,7 +173,7 @@ def _range(low: float, high: float) -> tuple[float, float]:
 
 
 def _histogram(values: torch.Tensor, bins: int, low: float, high: float) -> list[int]:
-    wide = high - low > torch.finfo(torch.float32).max / 4
+    wide = max(-low, high) > torch.finfo(torch.float32).max / 4
     values = values.double() if wide else values.float()
     return [int(n) for n in torch.histc(values.cpu(), bins, low, high).tolist()]
 
