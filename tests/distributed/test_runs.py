@@ -162,8 +162,8 @@ def die_at(place: str, kind: str) -> None:
         if kind == "late":  # after the first mark of a shard that is not complete
             mark = CheckpointWriter.mark
 
-            def killed(self: CheckpointWriter, progress: Any) -> None:
-                mark(self, progress)
+            def killed(self: CheckpointWriter, *args: Any) -> None:
+                mark(self, *args)
                 os.kill(os.getpid(), signal.SIGKILL)
 
             CheckpointWriter.mark = killed  # type: ignore[method-assign]
