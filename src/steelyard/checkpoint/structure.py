@@ -160,13 +160,19 @@ class Structure:
             return
         (stack, numbers), *_ = stacks.items()
         extra = sum(n for key in _EXTRA_LAYERS if isinstance(n := self._text().get(key), int))
-        if not wanted <= max(numbers) + 1 <= wanted + extra:
+        # a source may hold layers that its class does not use; a run copies those as they are
+        used = [number for number in numbers if number < wanted + extra] or [0]
+        used += [n for n in numbers if self._quantizes(f"{stack}.{n}.")]
+        if not wanted <= max(used) + 1 <= wanted + extra:
             yield (
                 f"config.json: num_hidden_layers is {wanted}, but the files hold {stack}.0 to "
                 f"{stack}.{max(numbers)}"
             )
         elif (gaps := set(range(wanted)) - numbers) and "block_configs" not in self._text():
             yield f"{stack}.{min(gaps)} is missing: no tensor has that name"
+
+    def _quantizes(self, prefix: str) -> bool:
+        return any(module.startswith(prefix) for module in self.written.schemes)
 
     def _widths(self) -> Iterator[str]:
         """Rows and columns of the embedding, where the model has one of the usual kind."""
