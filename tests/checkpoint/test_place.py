@@ -118,7 +118,7 @@ def test_checkpoint_with_all_that_models_have_is_replaced(tmp_path: Path) -> Non
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         (out / name).write_text("{}")
     write(out, overwrite=True, value=2.0)
-    assert sorted(contents(out)) == ["config.json", "model.safetensors"]
+    assert sorted(contents(out)) == ["config.json", "model.safetensors", "provenance.json"]
     with Shards(out) as shards:
         assert shards.read("x").tolist() == [2.0, 2.0]
 
@@ -137,3 +137,22 @@ def test_folder_of_another_disk_is_foreign(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(Path, "lstat", elsewhere)
     with pytest.raises(CheckpointError, match="holds chat_templates"):
         write(out, overwrite=True)
+
+
+def test_files_that_a_run_copied_go_with_its_checkpoint(here: Path) -> None:
+    """Whatever their names: a source may bring pictures, or a folder with its original weights."""
+    with CheckpointWriter("out") as writer:
+        writer.add("x", torch.ones(2))
+        writer.write_text("original/how.txt", "copied")
+        writer.write_text("picture.svg", "copied")
+        out = writer.finish({"model_type": "llama"})
+    write("out", overwrite=True)
+    assert not (out / "original").exists()
+    with CheckpointWriter("out", overwrite=True) as writer:
+        writer.add("x", torch.ones(2))
+        writer.write_text("original/how.txt", "copied")
+        writer.finish({"model_type": "llama"})
+    (out / "original" / "how.txt").write_text("changed since")
+    with pytest.raises(CheckpointError, match="holds original, not part of a checkpoint"):
+        write("out", overwrite=True)
+    assert (out / "original" / "how.txt").read_text() == "changed since"

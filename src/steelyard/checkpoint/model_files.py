@@ -7,11 +7,11 @@ that is not listed belongs to the user.
 from __future__ import annotations
 
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-__all__ = ["foreign_files", "is_checkpoint", "is_tokenizer_file"]
+__all__ = ["foreign_files", "is_checkpoint", "is_model_file", "is_tokenizer_file"]
 
 _TOKENIZER = (
     "tokenizer.json",
@@ -73,16 +73,23 @@ def is_tokenizer_file(relative: Path) -> bool:
     return _matches(relative, _TOKENIZER)
 
 
+def is_model_file(relative: Path) -> bool:
+    """Whether a file, relative to the model's folder, is one by its name."""
+    return _matches(relative, (*_TOKENIZER, *_WEIGHTS, *_OTHER))
+
+
 def is_checkpoint(folder: Path) -> bool:
     """Whether a folder has a configuration and weights."""
     names = [Path(path.name) for path in folder.iterdir()]
     return Path("config.json") in names and any(_matches(name, _WEIGHTS) for name in names)
 
 
-def foreign_files(folder: Path) -> Iterator[Path]:
+def foreign_files(folder: Path, listed: Collection[Path] = ()) -> Iterator[Path]:
     """Yield what in a folder is no file of a model, relative to it.
 
     Of a folder without any file of a model only its own name; another disk is foreign as a whole.
+
+    listed: further files that belong to the model
     """
     disk = folder.lstat().st_dev
     pending = [folder]
@@ -90,11 +97,12 @@ def foreign_files(folder: Path) -> Iterator[Path]:
         for path in sorted(pending.pop().iterdir()):
             relative, status = path.relative_to(folder), path.lstat()
             if stat.S_ISDIR(status.st_mode):
-                if status.st_dev == disk and _may_hold_files(relative):
+                inside = any(relative in path.parents for path in listed)
+                if status.st_dev == disk and (inside or _may_hold_files(relative)):
                     pending.append(path)
                 else:
                     yield relative
-            elif not _matches(relative, (*_TOKENIZER, *_WEIGHTS, *_OTHER)):
+            elif relative not in listed and not is_model_file(relative):
                 yield relative
 
 

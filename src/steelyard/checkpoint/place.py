@@ -8,8 +8,14 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
-from steelyard.checkpoint.model_files import foreign_files, is_checkpoint, is_tokenizer_file
+from steelyard.checkpoint.model_files import (
+    foreign_files,
+    is_checkpoint,
+    is_model_file,
+    is_tokenizer_file,
+)
 from steelyard.checkpoint.other_files import other_files
+from steelyard.checkpoint.provenance import FileDigest, file_digest, read_provenance
 from steelyard.errors import CheckpointError
 
 __all__ = ["check_apart", "check_output", "output_path"]
@@ -81,7 +87,7 @@ def _check_replaceable(out: Path, overwrite: bool, keep_tokenizer: bool) -> None
     try:
         if not any(out.iterdir()):
             return
-        foreign = [str(path) for path in islice(foreign_files(out), 4)]
+        foreign = [str(path) for path in islice(foreign_files(out, _carried(out)), 4)]
         found = ", ".join(foreign[:3]) + (" and more" if len(foreign) > 3 else "")
         whole = is_checkpoint(out)
         kept = keep_tokenizer and all(is_tokenizer_file(path) for path in other_files(out))
@@ -104,6 +110,26 @@ def _check_replaceable(out: Path, overwrite: bool, keep_tokenizer: bool) -> None
             f"{out} is not empty; choose another folder, or replace what it holds with "
             "overwrite=True"
         )
+
+
+def _carried(out: Path) -> set[Path]:
+    """Return the files that a run copied from its source, whatever their names, as they were."""
+    try:
+        provenance = read_provenance(out)
+    except CheckpointError:  # which then vouches for nothing
+        return set()
+    named = {} if provenance is None else provenance.files
+    return {
+        Path(name)
+        for name, recorded in named.items()
+        if not is_model_file(Path(name)) and _is_unchanged(out / name, recorded)
+    }
+
+
+def _is_unchanged(path: Path, recorded: FileDigest) -> bool:
+    with suppress(CheckpointError):
+        return path.is_file() and not path.is_symlink() and file_digest(path) == recorded
+    return False
 
 
 def check_apart(out: Path, source: Path) -> None:
