@@ -107,13 +107,17 @@ def test_data_free_run_needs_no_code(model: Path, marker: Path, tmp_path: Path) 
     assert not marker.exists()
 
 
+@pytest.mark.parametrize("how", ["oneshot", "evaluate"])
 def test_code_is_run_where_it_is_asked_for(
-    model: Path, marker: Path, text: Path, tmp_path: Path
+    how: str, model: Path, marker: Path, text: Path, tmp_path: Path
 ) -> None:
     """Or the tests above would pass with code that nobody could run."""
     with_tokenizer(model)
     with pytest.raises(SteelyardError):  # it is no whole tokenizer
-        oneshot(model, STATIC, str(text), tmp_path / "out", trust_remote_code_model=True)
+        if how == "evaluate":
+            evaluate(model, model, str(text), trust_remote_code_model=True)
+        else:
+            oneshot(model, STATIC, str(text), tmp_path / "out", trust_remote_code_model=True)
     assert marker.exists()
 
 

@@ -49,6 +49,7 @@ def evaluate(
     text_column: options.TextColumn = "text",
     split: options.Split = None,
     seed: options.Seed = 0,
+    trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
 ) -> None:
     """Measure what a quantized model lost against the original.
@@ -74,6 +75,7 @@ def evaluate(
             text_column=text_column,
             split=split,
             seed=seed,
+            trust_remote_code_model=trust_remote_code,
             show_progress=is_first(),
         )
     except EvaluationInterrupted as stopped:

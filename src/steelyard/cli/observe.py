@@ -52,6 +52,7 @@ def observe(
     split: options.Split = None,
     tokenizer: options.Tokenizer = None,
     pipeline: options.Pipeline = "auto",
+    trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
 ) -> None:
     """Save the statistics of a calibration run, without a checkpoint.
@@ -80,6 +81,7 @@ def observe(
         seed=seed,
         pipeline=pipeline,
         save_statistics=output,
+        trust_remote_code_model=trust_remote_code,
         show_progress=is_first(),
     )
     tokens = {name: module.tokens for name, module in result.modules.items()}

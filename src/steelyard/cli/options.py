@@ -30,6 +30,7 @@ __all__ = [
     "Targets",
     "TextColumn",
     "Tokenizer",
+    "TrustRemoteCode",
     "Uncalibrated",
     "existing_model",
     "output_path",
@@ -189,6 +190,9 @@ Tokenizer = Annotated[
         help="A tokenizer, where the model's folder has none.",
         show_default=False,
     ),
+]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run the code that a model brings.")
 ]
 Samples = Annotated[
     int, typer.Option("--samples", metavar="N", min=1, help="How many samples of the data.")

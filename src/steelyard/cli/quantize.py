@@ -74,9 +74,7 @@ def quantize(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a checkpoint that is there.")
     ] = False,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run the code that a model brings.")
-    ] = False,
+    trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
 ) -> None:
     """Quantize a model, and write a checkpoint that vLLM serves.

@@ -41,6 +41,7 @@ def evaluate(
     split: str | None = None,
     seed: int = 0,
     memory: int | None = None,
+    trust_remote_code_model: bool = False,
     show_progress: bool | None = None,
 ) -> Evaluation:
     """Compare a quantized checkpoint with the model that it was made from.
@@ -56,6 +57,7 @@ def evaluate(
     memory:    bytes of hidden states that may be held in memory, a quarter of the machine's by
                default; where those of both models exceed it, all go to temporary files.
                They take 8 bytes x tokens x hidden size.
+    trust_remote_code_model: run the code that a model or its tokenizer brings
 
     Every token but the first of a sample is scored. Both models run layer by layer in fp32, so one
     layer at a time is in memory, and at the end what follows the layers, of both. An interrupt
@@ -65,7 +67,7 @@ def evaluate(
     0.0
     """
     started = time.perf_counter()
-    opened = [open_model(model) for model in (base, quantized)]
+    opened = [open_model(model, trust_remote_code_model) for model in (base, quantized)]
     walks = [Walk(opened[0][0], "base"), Walk(opened[1][0], "quantized")]
     check_pair(*walks)
     folders = [walk.source.origin for walk in walks]
@@ -74,7 +76,7 @@ def evaluate(
     positions = [learned_positions(walk.source.model) for walk in walks]
     samples = _samples(
         data,
-        tokenizer=lambda: tokenizer_of(tokenizer, walks[0].source),
+        tokenizer=lambda: tokenizer_of(tokenizer, walks[0].source, trust_remote_code_model),
         num_calibration_samples=num_samples,
         max_seq_length=max_seq_length,
         batch_size=batch_size,

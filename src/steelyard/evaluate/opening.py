@@ -27,11 +27,11 @@ _OF_WEIGHTS = re.compile(r"weight_(scale|zero_point|global_scale|g_idx)")
 _OF_ACTIVATIONS = re.compile(r"(input|output|q|k|v)_(scale|zero_point|global_scale)")
 
 
-def open_model(model: str | Path) -> tuple[Source, list[str]]:
+def open_model(model: str | Path, trust_remote_code: bool = False) -> tuple[Source, list[str]]:
     """Return the model of a folder or a name on the hub, and what differs from how it is served."""
     folder = model_folder(model)
     view = DecodedView(folder, cut=False)
-    skeleton, keys, joined = build_skeleton(folder, view, trust_remote_code=False)
+    skeleton, keys, joined = build_skeleton(folder, view, trust_remote_code)
     source = Source(skeleton, view, keys, joined)
     if view.quantization is None:
         return source, []

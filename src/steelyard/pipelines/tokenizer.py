@@ -59,8 +59,8 @@ def tokenizer_of(given: Any, source: Source, trust_remote_code: bool = False) ->
         if not trust_remote_code and "custom code" in str(error):
             raise DataError(
                 f"the tokenizer of {folder} is code that comes with the model, which is not run "
-                "unless you ask for it; pass tokenizer=, or token ids as the dataset, or quantize "
-                "with trust_remote_code_model=True if you trust it"
+                "unless you ask for it; pass tokenizer=, or token ids as the dataset, or "
+                "trust_remote_code_model=True if you trust it"
             ) from None
         raise DataError(
             f"{folder} has no tokenizer that loads ({reason_of(error)}); pass "
