@@ -27,7 +27,7 @@ LAYERS = (
     ("observers",),
     ("distributed",),
     ("kernels", "demo"),
-    ("errors", "registry", "whole_file"),
+    ("fusion", "errors", "registry", "whole_file"),
     ("foreign",),
 )
 DEPTH = {name: depth for depth, layer in enumerate(LAYERS) for name in layer}

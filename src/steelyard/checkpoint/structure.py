@@ -6,8 +6,6 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from compressed_tensors.quantization import QuantizationScheme
-
 from steelyard.checkpoint.layout import (
     TensorSpec,
     expected_attention_tensors,
@@ -17,6 +15,7 @@ from steelyard.checkpoint.layout import (
 from steelyard.checkpoint.shards import INDEX, Shards
 from steelyard.checkpoint.written import PARAMETER, WrittenCheckpoint
 from steelyard.foreign import show
+from steelyard.fusion import shared_parameters
 
 __all__ = ["Structure"]
 
@@ -115,7 +114,7 @@ class Structure:
                 return
         if first is None:
             return
-        for local in _shared(first):
+        for local in shared_parameters(first):
             values = {
                 name: self.shards.read(name).float().flatten().tolist()
                 for name in (f"{module}.{local}" for module in modules)
@@ -194,16 +193,6 @@ class Structure:
         """The part of the config that describes the language model."""
         inner = self.written.config.get("text_config")
         return inner if isinstance(inner, dict) else self.written.config
-
-
-def _shared(scheme: QuantizationScheme) -> list[str]:
-    """Return the scales of which a merged layer has but one."""
-    shared = ["weight_global_scale", "input_global_scale"]
-    parts = {"weight_scale": scheme.weights, "input_scale": scheme.input_activations}
-    for local, args in parts.items():
-        if args and args.type == "float" and args.strategy == "tensor":
-            shared.append(local)
-    return shared
 
 
 def _kind(module: str) -> str:

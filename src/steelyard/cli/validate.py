@@ -78,7 +78,7 @@ def _check(folder: Path, origin: Path | None, full: bool) -> Findings:
     from steelyard.checkpoint import CheckpointView, check_checkpoint
     from steelyard.checkpoint.written import WrittenCheckpoint
     from steelyard.errors import CheckpointError
-    from steelyard.observers.fusion import fused_groups
+    from steelyard.fusion import fused_groups
     from steelyard.pipelines.class_loading import loading_problems, tied_problems
     from steelyard.pipelines.progress import progress
 

@@ -19,18 +19,19 @@ from compressed_tensors.quantization import QuantizationArgs
 from torch import distributed as dist
 
 from steelyard.errors import FusionError, NonFiniteError, NoStatisticsError, StrategyError
+from steelyard.fusion import shared_parameter
 from steelyard.kernels.qparams import global_scale_of, qparams_from_range, scale_dtype_of
 from steelyard.kernels.range import range_of
 from steelyard.observers import statistics
 from steelyard.observers.checks import as_floats, check_type, describe_non_finite
 from steelyard.observers.first_generation import FirstGeneration, construct
-from steelyard.observers.fusion import disagreement
 from steelyard.observers.helpers import (
     check_strategy,
     flatten_for_calibration,
     group_order,
     view_blocks,
 )
+from steelyard.observers.linked import disagreement
 from steelyard.observers.options import ObserverOptions, parse_options
 from steelyard.registry import Registry
 
@@ -401,13 +402,7 @@ class Observer(FirstGeneration, InternalModule):  # type: ignore[misc]  # which 
     @property
     def _shares_scale(self) -> bool:
         """A per-tensor FP8 weight has one scale for the fused matrix."""
-        args = self.args
-        return bool(
-            self.base_name == "weight"
-            and args.strategy == "tensor"
-            and args.type == "float"
-            and args.num_bits == 8
-        )
+        return shared_parameter(self.args, self.base_name) == "weight_scale"
 
     def _require_statistics(self, asked_by: Observer) -> None:
         if self.has_statistics:

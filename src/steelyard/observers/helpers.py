@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from steelyard.errors import StrategyError
-from steelyard.observers.fusion import FUSED_LAYER_NAMES, fuse_weight_observers
+from steelyard.fusion import FUSED_LAYER_NAMES
+from steelyard.observers.linked import fuse_weight_observers
 
 if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationArgs

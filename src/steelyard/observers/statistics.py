@@ -17,7 +17,7 @@ from torch import distributed as dist
 
 from steelyard.distributed.packing import gather_plainly
 from steelyard.errors import StatisticsError
-from steelyard.observers.fusion import disagreement
+from steelyard.observers.linked import disagreement
 from steelyard.observers.statistics_checks import check_statistics
 from steelyard.whole_file import FileKind, safetensors_metadata
 

@@ -9,7 +9,7 @@ import torch
 from torch.nn import Module
 
 from steelyard.distributed import deal
-from steelyard.observers.fusion import decided_together
+from steelyard.fusion import decided_together
 
 __all__ = ["of_weight", "owners_of"]
 

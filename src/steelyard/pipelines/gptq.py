@@ -16,10 +16,10 @@ from torch.nn import Module, Parameter
 
 from steelyard.calibration.hessians import Hessians
 from steelyard.distributed import Crew, Ranks
+from steelyard.fusion import fused_groups
 from steelyard.kernels.gptq import GPTQResult, activation_order, solve
 from steelyard.modifiers import GPTQModifier
 from steelyard.modifiers.gptq import REGROUPING
-from steelyard.observers.fusion import fused_groups
 from steelyard.observers.importance import ImportanceObserver
 from steelyard.pipelines.figures import module_figures, with_figures
 from steelyard.pipelines.plan import Plan

@@ -16,7 +16,7 @@ from torch.nn import Module
 from steelyard.calibration import Calibration
 from steelyard.calibration.lifecycle import with_schemes
 from steelyard.distributed import Crew
-from steelyard.observers.fusion import fused_groups
+from steelyard.fusion import fused_groups
 from steelyard.pipelines.decisions import Decisions
 from steelyard.pipelines.gptq import Gathering
 from steelyard.pipelines.result import ModuleResult

@@ -14,11 +14,11 @@ from torch.nn import Embedding, Module
 
 from steelyard.checkpoint.layout import format_of
 from steelyard.errors import PipelineError, StrategyError
+from steelyard.fusion import fused_groups, shared_parameters
 from steelyard.modifiers import GPTQModifier, IMatrixGatherer, Modifier, QuantizationModifier
 from steelyard.modifiers.imatrix import gatherers_in
 from steelyard.observers import Observer
 from steelyard.observers.checks import check_type
-from steelyard.observers.fusion import fused_groups
 from steelyard.observers.helpers import check_strategy
 from steelyard.observers.importance import ImportanceObserver
 from steelyard.pipelines.attention import attention_group, cached_attention
@@ -286,18 +286,13 @@ def _half_fused(modules: dict[str, Module], plan: Plan) -> Iterator[str]:
                 f"{', '.join(taken)} belong to different config groups, and the server fuses "
                 "them: give them one"
             )
-        elif taken and _shares_a_scale(quantized[taken[0]].scheme):
+        elif taken and "weight_scale" in shared_parameters(quantized[taken[0]].scheme):
             types = {quantized[name].dtype for name in taken}
             if len(types) > 1:
                 yield (
                     f"{', '.join(taken)} share one scale when served, but have the types "
                     f"{', '.join(sorted(map(str, types)))}: save the model in one type first"
                 )
-
-
-def _shares_a_scale(scheme: QuantizationScheme) -> bool:
-    args = scheme.weights
-    return args is not None and args.type == "float" and args.strategy == "tensor"
 
 
 def _too_few_rows(planned: Planned) -> Iterator[str]:

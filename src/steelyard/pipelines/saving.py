@@ -20,7 +20,7 @@ from torch.nn import Module
 from steelyard.checkpoint import CheckpointWriter, Shards, validate_checkpoint
 from steelyard.distributed import Ranks
 from steelyard.errors import CheckpointInvalid, PipelineError
-from steelyard.observers.fusion import fused_groups
+from steelyard.fusion import fused_groups
 from steelyard.pipelines.class_loading import loading_problems
 from steelyard.pipelines.finite import check_finite, finite_pieces
 from steelyard.pipelines.packed import DENSE, Packed, pack_module

@@ -23,8 +23,8 @@ from steelyard.checkpoint import CheckpointView, CheckpointWriter, stored_tensor
 from steelyard.checkpoint.layout import expected_tensors
 from steelyard.checkpoint.shard_file import HEADER_ROOM, entry_bytes
 from steelyard.distributed import deal
+from steelyard.fusion import decided_together
 from steelyard.observers import Observer
-from steelyard.observers.fusion import decided_together
 from steelyard.observers.importance import ImportanceObserver
 from steelyard.observers.importance_file import Importance
 from steelyard.pipelines.figures import figures_of

@@ -12,6 +12,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from steelyard.errors import FusionError, NoStatisticsError
+from steelyard.fusion import FUSED_LAYER_NAMES
 from steelyard.observers import (
     MemorylessMinMaxObserver,
     MemorylessMSEObserver,
@@ -19,7 +20,6 @@ from steelyard.observers import (
     Observer,
     fuse_weight_observers,
 )
-from steelyard.observers.fusion import FUSED_LAYER_NAMES
 
 NVFP4 = QuantizationArgs(
     num_bits=4,

@@ -1,0 +1,79 @@
+"""Which layers a server merges into one, and which scales the merged layer has only one of.
+
+vLLM stores q, k and v as one matrix, and gate and up as one. Where the format has a single scale
+for that matrix (NVFP4's global scale, a per-tensor FP8 scale), the layers must agree on it before
+they are quantized. Plan, observers, ranks, streams and validator all ask here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+__all__ = [
+    "FUSED_LAYER_NAMES",
+    "decided_together",
+    "fused_groups",
+    "shared_parameter",
+    "shared_parameters",
+]
+
+FUSED_LAYER_NAMES: list[tuple[str, ...]] = [
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("in_proj_qkv", "in_proj_z"),  # Qwen3-Next, Qwen3.5
+    ("in_proj_b", "in_proj_a"),
+]
+"""Attribute names of sibling layers that the server merges into one."""
+
+
+def fused_groups(names: Iterable[str]) -> Iterator[tuple[str, ...]]:
+    """Yield the modules among `names` that the server merges, group by group.
+
+    >>> list(fused_groups(["attn.q_proj", "attn.o_proj", "attn.k_proj"]))
+    [('attn.q_proj', 'attn.k_proj')]
+    """
+    known = dict.fromkeys(names)
+    for parent in dict.fromkeys(name.rpartition(".")[0] for name in known):
+        for leaves in FUSED_LAYER_NAMES:
+            paths = (f"{parent}.{leaf}".lstrip(".") for leaf in leaves)
+            present = tuple(path for path in paths if path in known)
+            if len(present) > 1:
+                yield present
+
+
+def shared_parameter(args: QuantizationArgs | None, base_name: str) -> str | None:
+    """Return the one scale that merged layers have for a value; None where each keeps its own.
+
+    base_name: weight | input
+    """
+    if args is None or args.dynamic is True:
+        return None
+    if args.strategy == "tensor_group":
+        return f"{base_name}_global_scale"
+    one_scale = args.strategy == "tensor" and args.type == "float"
+    return f"{base_name}_scale" if one_scale else None
+
+
+def shared_parameters(scheme: QuantizationScheme) -> list[str]:
+    """Return the scales that merged layers have in common."""
+    values = {"weight": scheme.weights, "input": scheme.input_activations}
+    found = (shared_parameter(args, base_name) for base_name, args in values.items())
+    return [name for name in found if name is not None]
+
+
+def decided_together(schemes: Mapping[str, QuantizationScheme]) -> dict[str, tuple[str, ...]]:
+    """Return for each module those that must be decided on with it: they share a scale when merged.
+
+    A module that shares none stands alone.
+    """
+    units: dict[str, tuple[str, ...]] = {name: (name,) for name in schemes}
+    for group in fused_groups(schemes):
+        if shared_parameter(schemes[group[0]].weights, "weight") is not None:
+            units.update(dict.fromkeys(group, group))
+    return units
