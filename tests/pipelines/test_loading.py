@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from families import COMMON, read, small_model, token_batches
+from test_data import make_tokenizer
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
@@ -303,12 +304,12 @@ def test_tokenizer_that_was_given_is_written(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "m")
     oneshot(tmp_path / "m", chosen, None, tmp_path / "a", tokenizer=Tokenizer())
     oneshot(model, chosen, None, tmp_path / "b", tokenizer=Tokenizer())
-    (tmp_path / "t").mkdir()
-    (tmp_path / "t" / "tokenizer.json").write_text("{}")
+    make_tokenizer().save_pretrained(tmp_path / "t")
     oneshot(tmp_path / "m", chosen, None, tmp_path / "c", tokenizer=tmp_path / "t")
     assert (tmp_path / "a" / "tokenizer.model").read_bytes() == b"\xff\x00"
     assert (tmp_path / "b" / "tokenizer.model").read_bytes() == b"\xff\x00"
-    assert (tmp_path / "c" / "tokenizer.json").read_text() == "{}"
+    given = (tmp_path / "t" / "tokenizer.json").read_bytes()
+    assert (tmp_path / "c" / "tokenizer.json").read_bytes() == given
 
 
 # -- what is found wrong after writing ----------------------------------------------------------
