@@ -211,6 +211,28 @@ OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "MiniMaxConfig",
         {**TWO, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "block_size": 8},
     ),
+    "granitemoe_swa": (  # its class holds experts stacked, and takes them no other way
+        "GraniteMoeSWAForCausalLM",
+        "GraniteMoeSWAConfig",
+        {**TWO, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "llama4": (  # stacked, and a list of Linear layers where it is quantized
+        "Llama4ForCausalLM",
+        "Llama4TextConfig",
+        {
+            **TWO,
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "intermediate_size_mlp": 64,
+            "interleave_moe_layer_step": 1,
+        },
+    ),
+    "hrm_text": (  # stores gate and up as one
+        "HrmTextForCausalLM",
+        "HrmTextConfig",
+        {**TWO, "head_dim": 16},
+    ),
     "ernie4_5_moe": (
         "Ernie4_5_MoeForCausalLM",
         "Ernie4_5_MoeConfig",

@@ -103,6 +103,33 @@ CLASSES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "image_token_index": 127,
         },
     ),
+    "qwen3_5": (
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5Config",
+        {
+            "text_config": {
+                **TEXT,
+                "layer_types": ["linear_attention", "full_attention"],
+                "linear_num_value_heads": 4,
+                "linear_num_key_heads": 2,
+                "linear_key_head_dim": 16,
+                "linear_value_head_dim": 16,
+            },
+            "vision_config": {
+                "depth": 2,
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_heads": 2,
+                "patch_size": 8,
+                "out_hidden_size": 64,
+                "num_position_embeddings": 16,
+            },
+            "image_token_id": 120,
+            "video_token_id": 121,
+            "vision_start_token_id": 122,
+            "vision_end_token_id": 123,
+        },
+    ),
     "gemma3": (
         "Gemma3ForConditionalGeneration",
         "Gemma3Config",
@@ -139,6 +166,13 @@ def save(kind: str, folder: Path) -> Path:
     return folder
 
 
+def loading_report(kind: str, folder: Path) -> dict[str, Any]:
+    """Return what transformers missed or did not expect when it loads the class of the config."""
+    whole = getattr(transformers, CLASSES[kind][0])
+    _, report = whole.from_pretrained(folder, dtype=torch.bfloat16, output_loading_info=True)
+    return {key: value for key, value in report.items() if value}
+
+
 def fp8() -> QuantizationModifier:
     return QuantizationModifier(scheme="FP8", ignore=["re:.*lm_head", "re:.*router"])
 
@@ -170,6 +204,12 @@ def test_a_router_that_is_a_linear_of_its_own_kind_does_not_break_gptq(tmp_path:
     recipe = GPTQModifier(config_groups=groups, ignore=["lm_head"])
     result = run(save("llama4", tmp_path / "m"), tmp_path / "q", recipe)
     assert all(module.error is not None for module in result.modules.values())
+
+
+def test_experts_that_stay_stacked_where_transformers_wants_a_list_are_told(tmp_path: Path) -> None:
+    """Of a quantized Llama 4, transformers makes each expert Linear layers of its own."""
+    plan = run(save("llama4", tmp_path / "m"), tmp_path / "q", dry_run=True).plan
+    assert any("does not load experts as they are stored" in each for each in plan.warnings)
 
 
 @pytest.mark.parametrize("pipeline", ["sequential", "basic"])
@@ -227,9 +267,22 @@ def test_a_model_that_cannot_be_taken_apart_says_why_and_runs_as_a_whole(
     for model in (build(kind), folder):
         with pytest.raises(PipelineError, match=rf'{why}.*pipeline="basic"'):
             run(model, tmp_path / "q")
-    if kind == "glm5":  # of Mllama's files, transformers builds the text model alone
-        run(folder, tmp_path / "q", pipeline="basic", uncalibrated="weights-only", resume=False)
-        assert (tmp_path / "q" / "config.json").is_file()
+    run(folder, tmp_path / "q", pipeline="basic", uncalibrated="weights-only", resume=False)
+    assert loading_report(kind, tmp_path / "q") == {}
+
+
+@pytest.mark.parametrize("scheme", ["FP8", "GPTQ"])
+def test_a_model_of_which_only_the_language_model_runs_loads_whole(
+    scheme: str, tmp_path: Path
+) -> None:
+    """AutoModelForCausalLM builds a part of the class that config.json names."""
+    weights = {"num_bits": 8, "strategy": "channel"}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    recipe = fp8() if scheme == "FP8" else GPTQModifier(config_groups=groups)
+    source = save("qwen3_5", tmp_path / "m")
+    result = run(source, tmp_path / "q", recipe)
+    assert result.modules and not [w for w in result.plan.warnings if w.startswith("transformers")]
+    assert loading_report("qwen3_5", tmp_path / "q") == {}
 
 
 def test_a_model_that_changes_its_own_weights_is_refused() -> None:

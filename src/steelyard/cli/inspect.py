@@ -49,7 +49,7 @@ def inspect(
     """
     keep = matching(filter)
     from steelyard.checkpoint.contents import read_contents
-    from steelyard.pipelines.source import model_folder
+    from steelyard.pipelines.model_folder import model_folder
 
     contents = read_contents(model_folder(model), keep, scales)
     if filter is not None and not contents.modules:

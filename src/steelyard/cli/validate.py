@@ -61,7 +61,7 @@ def validate(
     original = None if source is None else options.existing_model(source)
     if full and original is None:
         raise typer.BadParameter("give the original model too, with --source", param_hint="--full")
-    from steelyard.pipelines.source import model_folder
+    from steelyard.pipelines.model_folder import model_folder
 
     folder = model_folder(checkpoint)
     origin = None if original is None else model_folder(original)

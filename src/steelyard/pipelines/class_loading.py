@@ -18,7 +18,8 @@ from torch.nn import Embedding, Linear
 
 from steelyard.checkpoint.layout import expected_tensors, format_of
 from steelyard.checkpoint.written import PARAMETER
-from steelyard.pipelines.model_class import ModelClass, NoModelClass, tied_modules
+from steelyard.foreign import reason_of
+from steelyard.pipelines.model_class import ModelClass, NoModelClass, build, tied_modules
 
 __all__ = ["ONLY_TRANSFORMERS", "loading_problems", "tied_problems"]
 
@@ -26,9 +27,12 @@ Specs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 """Tensors of a checkpoint: type and shape by name."""
 
 ONLY_TRANSFORMERS = frozenset({"mt5", "rwkv", "t5", "umt5", "xlnet"})
-"""Model types that vLLM has no class for: what transformers cannot load, nothing does."""
+"""Model types that vLLM's registry of January 2026 does not have, nor runs through transformers.
 
-_BOTH = "The scheme FP8_DYNAMIC loads in both"
+What transformers cannot load of these, nothing does.
+"""
+
+_LOADS = "With FP8_DYNAMIC it loads"
 
 
 def loading_problems(config: Mapping[str, Any], tensors: Specs) -> list[str]:
@@ -39,7 +43,7 @@ def loading_problems(config: Mapping[str, Any], tensors: Specs) -> list[str]:
     """
     tensors = dict(sorted(tensors.items()))  # the same sentences, in whatever order they come
     try:
-        known = ModelClass.of(config, {_plain(name) for name in tensors})
+        model = build(config)
     except NoModelClass:
         return []
     import transformers
@@ -48,11 +52,18 @@ def loading_problems(config: Mapping[str, Any], tensors: Specs) -> list[str]:
     content = config["quantization_config"]
     quantizer = AutoHfQuantizer.from_config(dict(content), pre_quantized=True)
     quantizer.validate_environment(device_map=None)
+    quantizer._convert_model_for_quantization(model)  # Llama 4's experts become Linear layers
+    known = ModelClass(model, {_plain(name) for name in tensors})
     schemes = _schemes(known, QuantizationConfig.model_validate(content))
-    problems = [
-        *_places(known, tensors, quantizer, schemes),
-        *_initialization(known, schemes),
-    ]
+    try:
+        places = known.find_places(tensors, quantizer)
+    except Exception as error:  # conversions that were not made for quantized weights
+        problems = [
+            f"cannot load quantized weights of a {type(model).__name__} ({reason_of(error)}); "
+            "vLLM loads models with its own classes, where it has one"
+        ]
+    else:
+        problems = [*_places(known, tensors, schemes, *places), *_initialization(known, schemes)]
     return [f"transformers {transformers.__version__} {problem}" for problem in problems]
 
 
@@ -95,7 +106,11 @@ def _schemes(known: ModelClass, config: QuantizationConfig) -> dict[str, Quantiz
 
 
 def _places(
-    known: ModelClass, tensors: Specs, quantizer: Any, schemes: Mapping[str, QuantizationScheme]
+    known: ModelClass,
+    tensors: Specs,
+    schemes: Mapping[str, QuantizationScheme],
+    places: Mapping[str, str],
+    converted: Mapping[str, str],
 ) -> Iterator[str]:
     """Tensors without a place in the class, and places without a tensor."""
     expected: dict[str, tuple[int, ...]] = {n: tuple(t.shape) for n, t in known.tensors.items()}
@@ -104,32 +119,42 @@ def _places(
         del expected[f"{name}.weight"]
         for leaf, (_, shape) in expected_tensors(scheme, weight.shape, weight.dtype).items():
             expected[f"{name}.{leaf}"] = shape
-    places, converted = known.find_places(tensors, quantizer)
+    gone = known.missing()
     joined = {name.removesuffix("weight") for name in known.converted}
     stray = [n for n in tensors if n not in converted and places.get(n) not in expected]
     experts = [n for n in stray if f"{n.rpartition('.')[0]}." in joined and _matters(n)]
     experts += sorted(n for n in converted if not _broadcasts(n, tensors))
+    lists, stacks = {_list_of(n) for n in gone}, {n.rpartition(".")[0] for n in gone}
+    cut = [n for n in stray if _list_of(n) in stacks]
+    experts += cut + [n for n in stray if n.rpartition(".")[0] in lists]
     if experts:
+        remedy = "Ignored, they load" if cut else _LOADS
         kind = "experts" if "expert" in experts[0] else "layers that its class joins"
         yield (
             f"does not load {kind} as they are stored here, such as "
-            f"{experts[0].rpartition('.')[0]}: it would start them anew; vLLM reads them one by "
-            f"one. {_BOTH}"
+            f"{experts[0].rpartition('.')[0]}: it would start them anew. vLLM's own classes read "
+            f"them one by one. {remedy} in transformers too"
         )
     ours = {name for name in tensors if _plain(name) in known.places}
     others = [name for name in stray if name in ours]
     if others:
-        yield f"has no place for {_some(others)}. {_BOTH}, or ignore the module"
-    gone = set(known.missing())
-    unfilled = [n for n in known.unfilled(expected, places, converted) if n not in gone]
+        yield f"has no place for {_some(others)}. {_LOADS}; or ignore the module"
+    unfilled = [n for n in known.unfilled(expected, places, converted) if n not in set(gone)]
     if unfilled and not experts:
-        yield f"would start {_some(unfilled)} anew, which no tensor fills. {_BOTH}, or ignore it"
+        yield f"would start {_some(unfilled)} anew, which no tensor fills. {_LOADS}; or ignore it"
     for name, place in sorted(places.items()):
         if place in expected and expected[place] != tuple(tensors[name][1]):
             yield (
                 f"expects {expected[place]} for {place}, but {name} is {tuple(tensors[name][1])}; "
                 "config.json and the files are not of one model"
             )
+
+
+def _list_of(name: str) -> str | None:
+    """Return the list that a tensor's module is in: `experts` for `experts.3.up_proj.weight`."""
+    parts = name.split(".")
+    numbers = [place for place, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[: numbers[-1]]) if numbers else None
 
 
 def _broadcasts(name: str, tensors: Specs) -> bool:
@@ -179,8 +204,8 @@ def _initialization(known: ModelClass, schemes: Mapping[str, QuantizationScheme]
 
 def _vllm(known: ModelClass) -> str:
     if known.model.config.model_type in ONLY_TRANSFORMERS:
-        return "vLLM has no such class. The schemes FP8_DYNAMIC and W8A8 load"
-    return f"vLLM has classes of its own. {_BOTH}"
+        return "vLLM does not list this model. With FP8_DYNAMIC or W8A8 it loads"
+    return f"vLLM loads models with its own classes, where it has one. {_LOADS} in transformers too"
 
 
 def _is_packed(scheme: QuantizationScheme) -> bool:

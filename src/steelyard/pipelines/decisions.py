@@ -179,11 +179,15 @@ class Decisions:
         )
 
     def final_config(
-        self, config: QuantizationConfig, stored_name: Callable[[str], str]
+        self,
+        config: QuantizationConfig,
+        stored_name: Callable[[str], str],
+        class_name: Callable[[str], str],
     ) -> QuantizationConfig:
         """Return the config that the checkpoint gets; modules of a scheme of their own by name.
 
-        stored_name: what the files call a module, which may not be what the class does
+        stored_name: what the files call a module
+        class_name:  what the class that will be loaded calls it
         """
         groups = dict(config.config_groups)
         by_scheme: dict[str, list[str]] = {}
@@ -193,7 +197,7 @@ class Decisions:
         for i, names in enumerate(by_scheme.values()):
             scheme = self.weights_only_schemes[names[0]]
             # vLLM starts from the names in the files, transformers from those of its class
-            targets = list(dict.fromkeys([*map(stored_name, names), *names]))
+            targets = list(dict.fromkeys([*map(stored_name, names), *map(class_name, names)]))
             extra[f"weights_only_{i}"] = scheme.model_copy(update={"targets": targets})
             self.result.notes.append(
                 f"{count(len(names), 'module')} saw no token; only their weights are quantized: "

@@ -63,10 +63,17 @@ class FilesModel(Module):
         self.config = SimpleNamespace(get_text_config=lambda: sizes)
         self.known: ModelClass | None = None
         self.unknown = ""
+        stacks = [stack.name for stack in view.stacks]  # which the view cuts up
         try:
-            self.known = ModelClass.of(view.config, view.names())
+            self.known = ModelClass.of(view.config, [*view.names(), *stacks])
         except NoModelClass as error:
             self.unknown = str(error)
+        self._cut = {
+            weight
+            for stack in view.stacks
+            if self.known is not None and stack.name in self.known.places
+            for weight in stack.experts
+        }
         self.class_names = {} if self.known is None else _class_names(self.known)
         head = None if self.known is None else self.known.head
         self._head = next((file for file, own in self.class_names.items() if own == head), None)
@@ -92,10 +99,11 @@ class FilesModel(Module):
 
     def inferred(self, name: str) -> bool:
         """Whether only its name says what a module is."""
-        if self.known is None:
+        known = self.known
+        if known is None:
             return True
         weight = f"{name}.weight"
-        return weight not in self.known.places and weight not in self.known.converted
+        return not any(weight in names for names in (known.places, known.converted, self._cut))
 
 
 def _class_of(view: CheckpointView, prefix: str, leaf: str, known: ModelClass | None) -> Module:

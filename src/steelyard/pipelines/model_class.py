@@ -16,7 +16,7 @@ from torch.nn import Linear, Module, MultiheadAttention
 
 from steelyard.foreign import reason_of, show
 
-__all__ = ["ModelClass", "NoModelClass", "tied_modules"]
+__all__ = ["ModelClass", "NoModelClass", "build", "tied_modules"]
 
 _MOST_LAYERS = 4096  # beyond this the class is not built: a config may say anything
 

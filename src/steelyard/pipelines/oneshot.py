@@ -252,7 +252,7 @@ def oneshot(
         if ranks.is_first and not run.output.was_complete:  # else they are in place already
             kept.save(result.notes)
             run.decisions.importance.save()
-        final = run.decisions.final_config(config, source.module_key)
+        final = run.decisions.final_config(config, source.module_key, source.class_name)
         folder = None
         if ranks.is_first:
             folder = run.output.finish(

@@ -18,6 +18,7 @@ from torch.nn import Module, Parameter
 from steelyard.checkpoint import CheckpointView, Shards
 from steelyard.errors import PipelineError
 from steelyard.foreign import reason_of, show
+from steelyard.pipelines.model_class import ModelClass
 from steelyard.pipelines.own_forward import WITHOUT_DATA
 
 __all__ = ["build_skeleton", "encoder_refusal", "own_buffers", "parts_of", "saved_as"]
@@ -109,6 +110,7 @@ def _keys(model: Any, shards: Shards) -> tuple[dict[str, str], dict[str, list[st
     keys: dict[str, str] = {}
     joined: dict[str, list[str]] = {}
     missing = []
+    renamed: dict[str, str] = {}  # what the class takes under other names than it saves
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, tensor in {**parameters, **dict(_persistent_buffers(model))}.items():
         names = [name, name.removeprefix(prefix), f"{prefix}{name}"]
@@ -126,7 +128,11 @@ def _keys(model: Any, shards: Shards) -> tuple[dict[str, str], dict[str, list[st
             continue
         parts = parts_of(model, name, tensor.to("meta"))
         if any(part not in shards for part in parts):
-            missing += [name] if name in parameters else []
+            renamed = renamed or ModelClass(model, shards.names()).file_names()
+            if name in renamed and shards.info(renamed[name]).shape == tuple(tensor.shape):
+                keys[name] = renamed[name]
+            else:
+                missing += [name] if name in parameters else []
         elif len(parts) == 1:
             keys[name] = next(iter(parts))
         elif _are_views(model, name, tensor):

@@ -23,11 +23,11 @@ from torch.nn import Module, Parameter
 from steelyard.checkpoint import CheckpointView
 from steelyard.errors import PipelineError
 from steelyard.pipelines.files import FilesModel
+from steelyard.pipelines.model_class import ModelClass, NoModelClass
+from steelyard.pipelines.model_folder import model_folder
 from steelyard.pipelines.skeleton import build_skeleton, parts_of
 
-__all__ = ["Source", "computing_in", "fast_dtype", "model_folder", "rounded_once"]
-
-_OTHER_KINDS = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "original/*"]
+__all__ = ["Source", "computing_in", "fast_dtype", "rounded_once"]
 
 
 class Source:
@@ -105,11 +105,34 @@ class Source:
         known = {*self.keys.values(), *(name for names in self.joined.values() for name in names)}
         return [] if self.shards is None else [n for n in self.shards.names() if n not in known]
 
+    @functools.cached_property
+    def _whole(self) -> ModelClass | None:
+        """The class that config.json names, where the model here is another, such as a part of it.
+
+        Of a Mllama or Qwen3.5 with images, transformers builds the language model alone.
+        """
+        if self.shards is None or isinstance(self.model, FilesModel):
+            return None
+        named = self.shards.config.get("architectures")
+        if not isinstance(named, list) or not named or type(self.model).__name__ in named:
+            return None
+        try:
+            return ModelClass.of(self.shards.config, self.shards.names())
+        except NoModelClass:
+            return None
+
     def class_modules(self) -> dict[str, Module]:
-        """Return the modules of the model class by its own names; none where it is not known."""
+        """Return the modules of the class that will be loaded; none where it is not known."""
         if isinstance(self.model, FilesModel):
             return {} if self.model.known is None else self.model.known.modules
-        return dict(self.model.named_modules())
+        return dict(self.model.named_modules()) if self._whole is None else self._whole.modules
+
+    def class_name(self, name: str) -> str:
+        """Return what that class calls a module of the model."""
+        if isinstance(self.model, FilesModel):
+            return self.model.class_names.get(name, name)
+        whole = self._whole
+        return name if whole is None else whole.module_name(self.module_key(name)) or name
 
     def key(self, name: str) -> str:
         """Return the name that the source has for a tensor of the model."""
@@ -270,22 +293,3 @@ def _check_module(model: Any) -> None:
             raise PipelineError(
                 f"{name} is quantized already; load the model that it was made from once more"
             )
-
-
-def model_folder(model: Any, revision: str | None = None) -> Path:
-    """Return the folder of a model; one on the hub is fetched, without weights of other kinds."""
-    if not isinstance(model, (str, Path)):
-        raise PipelineError(
-            f"model is a {type(model).__name__}; give a folder, a name on the hub, or a model"
-        )
-    folder = Path(model)
-    if folder.is_dir():
-        return folder
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(str(model), revision=revision, ignore_patterns=_OTHER_KINDS))
-    except Exception as error:
-        raise PipelineError(
-            f"{str(model)!r} is neither a folder here nor a model that could be fetched: {error}"
-        ) from None

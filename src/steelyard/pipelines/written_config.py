@@ -59,8 +59,7 @@ def _ignored(
     Its classes need not be ours: experts that transformers joins are Linear layers there. A head
     that is tied, and so is in no file, is a Linear there too.
     """
-    class_names = getattr(source.model, "class_names", {})
-    quantized = {class_names.get(planned.name, planned.name) for planned in plan.quantized}
+    quantized = {source.class_name(planned.name) for planned in plan.quantized}
     yield from (pattern for pattern in config.ignore if pattern not in quantized)
     modules = dict(source.model.named_modules())
     names = {source.module_key(name): name for name in modules}

@@ -1,0 +1,31 @@
+"""The folder that holds a model, fetched from the hub where it is not here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from steelyard.errors import PipelineError
+
+__all__ = ["model_folder"]
+
+_OTHER_KINDS = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "original/*"]
+
+
+def model_folder(model: Any, revision: str | None = None) -> Path:
+    """Return the folder of a model; one on the hub is fetched, without weights of other kinds."""
+    if not isinstance(model, (str, Path)):
+        raise PipelineError(
+            f"model is a {type(model).__name__}; give a folder, a name on the hub, or a model"
+        )
+    folder = Path(model)
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(model), revision=revision, ignore_patterns=_OTHER_KINDS))
+    except Exception as error:
+        raise PipelineError(
+            f"{str(model)!r} is neither a folder here nor a model that could be fetched: {error}"
+        ) from None
