@@ -64,7 +64,7 @@ def test_only_files_of_a_tokenizer(folder: Path, tmp_path: Path) -> None:
         writer.carry_tokenizer(folder)
         out = writer.finish({})
     found = {str(p.relative_to(out)) for p in out.rglob("*") if p.is_file()}
-    assert found == {*TOKENIZER, "config.json", "model.safetensors"}
+    assert found == {*TOKENIZER, "config.json", "model.safetensors", "provenance.json"}
 
 
 def test_link_out_of_the_folder_is_refused(folder: Path) -> None:
