@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -157,3 +158,26 @@ def test_a_command_says_that_it_was_interrupted(
     answer = steelyard("compare", model)
     assert (answer.code, answer.out) == (130, "")
     assert answer.err == "error: interrupted\n"
+
+
+EARLY = """
+import os, signal, sys
+
+class Interrupts:
+    def find_spec(self, name, path=None, target=None):
+        if name == IMPORTED:
+            os.kill(os.getpid(), signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Interrupts())
+from steelyard.cli import main
+sys.argv[1:] = ["ls"]
+main()
+"""
+
+
+@pytest.mark.parametrize("imported", ["steelyard.cli.app", "typer", "steelyard.cli.quantize"])
+def test_interrupt_while_the_commands_are_imported(imported: str) -> None:
+    code = EARLY.replace("IMPORTED", repr(imported))
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "error: interrupted\n")

@@ -29,7 +29,7 @@ def stop_at_mark(patch: pytest.MonkeyPatch, count: int) -> None:
 
 
 _TIMES = re.compile(rb'"seconds":[^"]*"peak_memory":[^"]*"created":"[^"]*"')
-_CONTINUED = re.compile(rb',?"continued after \d+ modules, which an earlier run had done"')
+_CONTINUED = re.compile(rb',?"continued after \d+ modules?, which an earlier run had done"')
 
 
 def lasting(file: Path) -> bytes:

@@ -7,6 +7,7 @@ import random
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from steelyard import oneshot
-from steelyard.checkpoint import CheckpointView
+from steelyard.checkpoint import CheckpointView, CheckpointWriter
 from steelyard.errors import CheckpointError, NonFiniteError, PlanError, SteelyardError
 from steelyard.modifiers import QuantizationModifier
 from steelyard.pipelines.files import FilesModel
@@ -380,3 +381,26 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
     grown, planned = map(int, answer.stdout.split())
     assert grown < planned + 100_000
     assert planned < 400_000
+
+
+def test_marks_that_take_long_are_made_less_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mark names all modules so far: with 100,000 of them it takes longer than the work."""
+    source = save(tmp_path / "m", {**attention(), "model.embed_tokens.weight": noise(64, 64)})
+    costs, mark = [], CheckpointWriter.mark
+
+    def due(writer: CheckpointWriter, cost: float = 0.0) -> bool:
+        costs.append(cost)
+        return True
+
+    def slow(writer: CheckpointWriter, *arguments: Any) -> None:
+        time.sleep(0.02)
+        mark(writer, *arguments)
+
+    monkeypatch.setattr(CheckpointWriter, "due", due)
+    monkeypatch.setattr(CheckpointWriter, "mark", slow)
+    oneshot(str(source), modifier(), output_dir=tmp_path / "q")
+    assert costs[0] == 0
+    assert len(costs) > 2
+    assert min(costs[1:]) >= 0.02

@@ -98,7 +98,13 @@ def _spans(stored: StoredWeight, budget: int | None) -> list[tuple[int, int]]:
     runs = -(-rows // stored.unit)
     wanted = min(runs, max(2, budget // max(stored.unit * columns, 1)))
     chosen = sorted({round(i * (runs - 1) / max(wanted - 1, 1)) for i in range(wanted)})
-    return [(run * stored.unit, min((run + 1) * stored.unit, rows)) for run in chosen]
+    spans: list[tuple[int, int]] = []
+    for run in chosen:
+        start, stop = run * stored.unit, min((run + 1) * stored.unit, rows)
+        if spans and spans[-1][1] == start:  # one read instead of two
+            start = spans.pop()[0]
+        spans.append((start, stop))
+    return spans
 
 
 def _compare(

@@ -1,9 +1,10 @@
 """The journal of an unfinished run: how far it came, in one sealed JSON file.
 
-    {"format": 3, "sha256": "...", "content": {...}}
+    {"format": 4, "sha256": "...", "content": {...}}
 
-The digest is that of the content, so that a file which a disk or an editor changed is noticed
-whatever was changed in it. It is no signature: who can write the folder can also write a digest.
+The digest is that of the content as it is written, so that a file which a disk or an editor changed
+is noticed whatever was changed in it. It is no signature: who can write the folder can also write a
+digest.
 The content names every file that the run needs to resume, each with its size and checksum.
 """
 
@@ -21,7 +22,7 @@ from steelyard.errors import CheckpointError
 
 __all__ = ["check_file", "file_record", "journal_text", "read_journal"]
 
-_FORMAT = 3
+_FORMAT = 4
 
 Count = Annotated[int, Field(ge=0)]
 Crc = Annotated[int, Field(ge=0, lt=1 << 32)]
@@ -90,14 +91,14 @@ class Journal(_Strict):
 def journal_text(content: dict[str, Any]) -> str:
     """Return the text of a journal with the fields of `Journal`, sealed."""
     text = json.dumps(content)
-    plain = json.loads(text)  # numbers as keys become strings
-    return f'{{"format": {_FORMAT}, "sha256": "{_digest(plain)}", "content": {text}}}'
+    return f"{_opening(_digest(text))}{text}}}"
 
 
 def read_journal(path: Path) -> dict[str, Any]:
     """Return the fields of a journal; refuse one that is damaged or of another version."""
     try:
-        outer: Any = json.loads(path.read_bytes())
+        whole = path.read_text(encoding="utf-8")
+        outer: Any = json.loads(whole)
     except (OSError, ValueError, RecursionError) as error:
         raise _damaged(path, str(error)) from error
     if isinstance(outer, dict) and outer.get("format") != _FORMAT and "format" in outer:
@@ -106,10 +107,12 @@ def read_journal(path: Path) -> dict[str, Any]:
         )
     if not isinstance(outer, dict) or set(outer) != {"format", "sha256", "content"}:
         raise _damaged(path, "it is no journal")
-    if _digest(outer["content"]) != outer["sha256"]:
+    opening = _opening(outer["sha256"])
+    content = whole.removeprefix(opening)[:-1]
+    if not whole.startswith(opening) or _digest(content) != outer["sha256"]:
         raise _damaged(path, "its content does not match its checksum")
     try:
-        journal = Journal.model_validate_json(json.dumps(outer["content"]))
+        journal = Journal.model_validate_json(content)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])
@@ -133,8 +136,12 @@ def check_file(path: Path, record: dict[str, int]) -> None:
         )
 
 
-def _digest(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+def _opening(digest: str) -> str:
+    return f'{{"format": {_FORMAT}, "sha256": "{digest}", "content": '
+
+
+def _digest(content: str) -> str:
+    return hashlib.sha256(content.encode()).hexdigest()
 
 
 def _damaged(path: Path, reason: str) -> CheckpointError:

@@ -281,9 +281,12 @@ def _read_index(folder: Path) -> dict[str, str] | None:
         raise CheckpointError(
             f"{path} is not an index of tensors to files ({error}); download it again"
         ) from error
+    checked = set()
     for name, file in entries.items():
         check_name(path, name)
-        _check_place(path, name, file)
+        if not isinstance(file, str) or file not in checked:
+            _check_place(path, name, file)
+            checked.add(file)
     return entries
 
 

@@ -40,6 +40,7 @@ class WrittenCheckpoint:
         self.shards = Shards(folder)
         self.source = source
         self.tensors: dict[str, set[str]] = {}
+        self._formatted: dict[int, QuantizationScheme] = {}
         for name in self.shards:
             module, _, local = name.rpartition(".")
             self.tensors.setdefault(module, set()).add(local)
@@ -75,7 +76,9 @@ class WrittenCheckpoint:
         overall = self.quantization.format
         if scheme.format is not None or overall in ("dense", "fakequant", "mixed-precision"):
             return scheme
-        return scheme.model_copy(update={"format": overall})
+        if id(scheme) not in self._formatted:  # one object for all modules of a group
+            self._formatted[id(scheme)] = scheme.model_copy(update={"format": overall})
+        return self._formatted[id(scheme)]
 
     def _can_be_quantized(self, module: str) -> bool:
         if any(PARAMETER.fullmatch(local) for local in self.tensors[module]):

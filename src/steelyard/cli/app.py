@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -26,7 +26,7 @@ from steelyard.cli.mistakes import FAILED, USAGE, Interrupted, explain, wants_tr
 from steelyard.cli.quiet import quiet
 from steelyard.errors import nearest
 
-__all__ = ["build", "main", "run"]
+__all__ = ["build", "run"]
 
 COMMANDS = (
     quantize.quantize,
@@ -156,10 +156,6 @@ def _run(arguments: Sequence[str] | None) -> int:
     except KeyboardInterrupt as error:
         return explain(error, show_traceback)
     return result if isinstance(result, int) and result else code
-
-
-def main() -> NoReturn:
-    sys.exit(run())
 
 
 def _completes() -> bool:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["minifloat", "quantized_range", "reconstruct", "round_to_type"]
 
 _MINIFLOATS = {4: (1, 0), 6: (3, 0), 8: (3, -6)}
+_RANGES: dict[tuple[str, int], tuple[float, float]] = {}  # filled as they are asked for
 
 
 def minifloat(num_bits: int) -> tuple[int, int]:
@@ -34,10 +35,13 @@ def quantized_range(args: QuantizationArgs) -> tuple[float, float]:
     >>> quantized_range(QuantizationArgs(num_bits=4))
     (-8.0, 7.0)
     """
-    from compressed_tensors.quantization.utils import calculate_range
+    key = (str(args.type), args.num_bits)
+    if key not in _RANGES:
+        from compressed_tensors.quantization.utils import calculate_range
 
-    low, high = calculate_range(args, torch.device("cpu"))
-    return float(low), float(high)
+        low, high = calculate_range(args, torch.device("cpu"))
+        _RANGES[key] = (float(low), float(high))
+    return _RANGES[key]
 
 
 def round_to_type(scaled: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:

@@ -16,7 +16,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 
@@ -238,13 +239,11 @@ def construct(
         "quantization_args": quantization_args,
     }
     given = {name: value for name, value in named.items() if value is not None}
-    parameters = inspect.signature(kind.__init__).parameters
-    kinds = {parameter.kind for parameter in parameters.values()}
-    if inspect.Parameter.VAR_KEYWORD in kinds or "base_name" in parameters:
+    known = _own_options(cast(Any, kind))
+    if known is None:
         return kind(**given, **options)
     found: Any = args or quantization_args
     options = {**((found and found.observer_kwargs) or {}), **options}
-    known = list(parameters)[2:]
     for name in options:
         if name not in known:
             raise OptionError(f"{kind.__name__}: unknown option {name!r}: {nearest(name, known)}")
@@ -253,6 +252,16 @@ def construct(
     made.__init__(found, **options)
     observer: Observer = made
     return observer
+
+
+@lru_cache(maxsize=256)
+def _own_options(kind: Any) -> list[str] | None:
+    """Return what `__init__` takes beside its QuantizationArgs; None where it takes base_name."""
+    parameters = inspect.signature(kind.__init__).parameters
+    kinds = {parameter.kind for parameter in parameters.values()}
+    if inspect.Parameter.VAR_KEYWORD in kinds or "base_name" in parameters:
+        return None
+    return list(parameters)[2:]
 
 
 def _some(value: torch.Tensor | None) -> torch.Tensor:

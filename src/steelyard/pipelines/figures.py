@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -53,13 +54,11 @@ def figures_of(
     global_scale = qparams.get("weight_global_scale") if args.strategy == "tensor_group" else None
     height, width = block_of(args, rows, columns)
     run = 1 if groups is not None else math.gcd(columns, width, _RUN)
-    first = _spread_out(rows * columns // run, SAMPLE // run, weight.device) * run
-    row, column = first // columns, first % columns  # (runs,)
-    block = column // width if groups is None else groups[column].long()
-    across = math.ceil(columns / width)
-    of_run = row // height * across + block
+    row, column, of_run = _places(rows, columns, run, height, width, weight.device)
+    if groups is not None:
+        of_run = row // height * math.ceil(columns / width) + groups[column[:, 0]].long()
 
-    places = (row[:, None], column[:, None] + torch.arange(run, device=weight.device))
+    places = (row[:, None], column)
     before = weight[places]  # (runs, run)
     scales = scale.reshape(-1)[of_run][:, None]
     zeros = None if args.symmetric else qparams["weight_zero_point"].reshape(-1)[of_run][:, None]
@@ -91,6 +90,17 @@ def module_figures(module: Module, after: torch.Tensor | None = None) -> dict[st
 def with_figures(details: dict[str, Any], figures: dict[str, Any]) -> dict[str, Any]:
     """Return the details of a module's result with its figures among them, if there are any."""
     return {**details, "figures": figures} if figures else details
+
+
+@lru_cache(maxsize=8)  # a model has thousands of modules, but few shapes
+def _places(
+    rows: int, columns: int, run: int, height: int, width: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return row (runs,) and columns (runs, run) of the sample, and the block of each run."""
+    first = _spread_out(rows * columns // run, SAMPLE // run, device) * run
+    row, column = first // columns, first % columns
+    block = row // height * math.ceil(columns / width) + column // width
+    return row, column[:, None] + torch.arange(run, device=device), block
 
 
 def _spread_out(count: int, wanted: int, device: torch.device) -> torch.Tensor:
@@ -140,7 +150,9 @@ def _scales(scale: torch.Tensor, global_scale: torch.Tensor | None) -> dict[str,
     every = scale.reshape(-1)
     low, high = (float(end) for end in every.float().aminmax())
     negative = int((every.float() < 0).sum()) if low < 0 else 0
-    some = every[_spread_out(len(every), SAMPLE, every.device)]
+    some = every
+    if len(every) > SAMPLE:
+        some = every[_spread_out(len(every), SAMPLE, every.device)]
     sizes = _effective(some, global_scale).abs()
     unit = 1.0 if global_scale is None else 1 / float(global_scale)
     smallest, largest = low * unit, high * unit

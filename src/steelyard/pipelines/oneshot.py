@@ -20,7 +20,6 @@ from typing import Any
 from compressed_tensors.quantization import QuantizationConfig, disable_quantization
 from torch.nn import Module
 
-from steelyard.checkpoint.layout import expected_tensors
 from steelyard.distributed import Crew, Ranks, together
 from steelyard.errors import CalibrationWarning, DataError, PlanError, nearest
 from steelyard.modifiers import GPTQModifier
@@ -291,9 +290,12 @@ def _taken_names(plan: Plan, source: Source) -> list[str]:
         return []
     found = []
     for planned in plan.quantized:
-        leaves = expected_tensors(planned.scheme, planned.shape, planned.dtype)
         key = source.module_key(planned.name)
-        taken = [leaf for leaf in leaves if leaf != "weight" and f"{key}.{leaf}" in source.shards]
+        taken = [
+            leaf
+            for leaf in planned.tensors
+            if leaf != "weight" and f"{key}.{leaf}" in source.shards
+        ]
         if taken:
             found.append(
                 f"{key}.{taken[0]} is in {source.shards.folder} already; give the checkpoint that "

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from torch.nn import Embedding, Linear, Module, MultiheadAttention
 
-from steelyard.checkpoint.layout import expected_tensors, format_of
+from steelyard.checkpoint.layout import TensorSpec, expected_tensors, format_of
 from steelyard.checkpoint.patterns import slow_pattern
 from steelyard.errors import PlanError
 from steelyard.foreign import printable
@@ -43,10 +44,14 @@ class Planned:
     scheme: QuantizationScheme
     group: str
 
+    @cached_property
+    def tensors(self) -> dict[str, TensorSpec]:
+        """What the checkpoint will hold for it: local name -> type and shape."""
+        return expected_tensors(self.scheme, self.shape, self.dtype)
+
     @property
     def stored_bytes(self) -> int:
-        needed = expected_tensors(self.scheme, self.shape, self.dtype)
-        return sum(_bytes(dtype, shape) for dtype, shape in needed.values())
+        return sum(_bytes(dtype, shape) for dtype, shape in self.tensors.values())
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 from compressed_tensors.quantization import QuantizationConfig
 
-from steelyard.checkpoint.layout import TensorSpec, expected_tensors
+from steelyard.checkpoint.layout import TensorSpec
 from steelyard.pipelines.class_loading import loading_problems
 from steelyard.pipelines.plan import Plan
 from steelyard.pipelines.skeleton import saved_as
@@ -22,7 +22,7 @@ def planned_loading(source: Source, config: QuantizationConfig, plan: Plan) -> l
     for planned in plan.quantized:
         key = source.module_key(planned.name)
         tensors.pop(f"{key}.weight", None)
-        for leaf, spec in expected_tensors(planned.scheme, planned.shape, planned.dtype).items():
+        for leaf, spec in planned.tensors.items():
             tensors[f"{key}.{leaf}"] = spec
     quantized = {source.module_key(planned.name) for planned in plan.quantized}
     plain = [

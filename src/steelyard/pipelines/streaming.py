@@ -11,6 +11,7 @@ has another number of ranks, ends with the same bytes.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,7 +21,6 @@ from typing import Any
 import torch
 
 from steelyard.checkpoint import CheckpointView, CheckpointWriter, stored_tensors
-from steelyard.checkpoint.layout import expected_tensors
 from steelyard.checkpoint.shard_file import HEADER_ROOM, entry_bytes
 from steelyard.distributed import deal
 from steelyard.fusion import decided_together
@@ -68,7 +68,7 @@ class Job:
         nbytes, header = 0, 0
         for planned in self.modules:
             nbytes += planned.stored_bytes
-            for leaf in expected_tensors(planned.scheme, planned.shape, planned.dtype):
+            for leaf in planned.tensors:
                 header += entry_bytes(f"{planned.name}.{leaf}", 2)
         return nbytes, header
 
@@ -185,6 +185,7 @@ class Stream:
         self.jobs: list[tuple[int, Job]] = []  # those left to this rank, and their shards
         self._shard = -1  # the one that is being written
         self._stopped = False  # nothing may be written any more
+        self._mark_cost = 0.0  # seconds that the last mark took: it names all modules so far
 
     def run(self, done: dict[int, int]) -> None:
         """Do what is left of the jobs; `done` is what an earlier run did of each shard."""
@@ -303,8 +304,10 @@ class Stream:
             self.writer.at(shard)
             self._put(job, weights, stored)
             self.done[shard] = self.done.get(shard, 0) + 1
-            if self.writer.due():
+            if self.writer.due(self._mark_cost):
+                started = time.monotonic()
                 self.writer.mark(self.state())
+                self._mark_cost = time.monotonic() - started
         except BaseException:
             self._stopped = True
             raise
