@@ -22,7 +22,8 @@ IDENTITY = {"recipe": "r"}
 
 def write(out: Path, value: float = 1.0, **options: Any) -> bool:
     """Write a checkpoint; return whether it was there already."""
-    with CheckpointWriter(out, identity=IDENTITY | {"value": value}, **options) as writer:
+    options = {"identity": IDENTITY | {"value": value}} | options
+    with CheckpointWriter(out, **options) as writer:
         was_there = writer.finished
         if not was_there:
             if "x" not in writer:
@@ -224,6 +225,55 @@ def test_other_run_after_a_kill_is_refused_and_no_success(
             assert value_in(out) == 3.0
             assert [p.name for p in tmp_path.iterdir()] == ["out"]
             clean(out)
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_run_that_cannot_resume_leaves_nothing_to_the_next(
+    overwrite: bool, can_exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loaded module: its output is called complete, and the leftover is removed."""
+    if not can_exchange:
+        monkeypatch.setattr(module, "exchange", lambda first, second: False)
+    out, complete = tmp_path / "out", 0
+    if overwrite:
+        write(out)
+    with monkeypatch.context() as patch:
+        for at in kills(out, patch, value=2.0, overwrite=overwrite, identity=None):
+            leftover = [p.name for p in tmp_path.iterdir() if p != out]
+            if out.exists() and value_in(out) == 2.0 and leftover:
+                with pytest.raises(CheckpointError) as caught:
+                    write(out, 3.0, identity=None)
+                complete += "is complete: an earlier run wrote it" in str(caught.value)
+                assert "overwrite=True" in str(caught.value), at
+                assert [p.name for p in tmp_path.iterdir()] == ["out"], at
+            elif overwrite:  # the old output is in place, or is put back
+                with pytest.raises(CheckpointError, match=r"is not empty.*overwrite=True"):
+                    write(out, 3.0, identity=None)
+                assert [p.name for p in tmp_path.iterdir()] == ["out"], at
+            for identity in (None, IDENTITY):
+                write(out, 3.0, identity=identity, overwrite=True)
+                assert value_in(out) == 3.0
+                assert [p.name for p in tmp_path.iterdir()] == ["out"], at
+            clean(out)
+            if overwrite:
+                write(out)
+    assert complete > 3
+
+
+def test_other_command_after_a_kill_may_replace_what_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, complete = tmp_path / "out", 0
+    with monkeypatch.context() as patch:
+        for at in kills(out, patch, value=2.0):
+            if out.exists() and (tmp_path / ".out.steelyard" / "journal.json").exists():
+                complete += 1
+                write(out, 3.0, overwrite=True)
+                assert value_in(out) == 3.0
+                assert [p.name for p in tmp_path.iterdir()] == ["out"], at
+            clean(out)
+    assert complete
 
 
 def test_same_bytes_in_place_are_no_proof_that_it_was_moved(

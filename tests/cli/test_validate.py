@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -149,3 +150,21 @@ def test_provenance_that_cannot_be_used(steelyard: Command, model: Path, tmp_pat
         path.write_text(text)
         answer = steelyard("validate", folder)
         assert answer.code == 1 and "provenance.json" in answer.out
+
+
+def test_files_beside_a_checkpoint(steelyard: Command, model: Path, tmp_path: Path) -> None:
+    """Only a model's own are looked at; a pipe is a problem, and is not waited for."""
+    folder = tmp_path / "q"
+    assert steelyard("quantize", model, "-o", folder, "--scheme", "W8A16").code == 0
+    (folder / "README.md").write_text("mine")
+    (folder / "notes.json").write_text("// no JSON")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    answer = steelyard("validate", folder, "--source", model)
+    assert answer.code == 0
+    assert answer.out.startswith("note: chat_template.jinja was added after the run\ncompared")
+    for name in ("vocab.json", "pipe.json"):
+        os.mkfifo(folder / name)
+        answer = steelyard("validate", folder)
+        assert answer.code == 1
+        assert f"{name} is " in answer.out and "pipe" in answer.out
+        (folder / name).unlink()

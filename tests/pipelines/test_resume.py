@@ -286,14 +286,12 @@ def test_half_copied_file_is_copied_again(
 
 def test_more_tensors_than_a_header_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next shard begins in time, so that a run killed at that moment can go on."""
-    many = {
-        f"model.layers.{i}.mlp.experts.0.up_proj.weight": torch.ones(32, 32) for i in range(700)
-    }
+    inside = "block." * 130  # long names fill a header with fewer marks
+    many = {f"model.layers.{i}.{inside}up_proj.weight": torch.ones(32, 32) for i in range(160)}
     (tmp_path / "m").mkdir()
     save_file(many, tmp_path / "m" / "model.safetensors")
     (tmp_path / "m" / "config.json").write_text("{}")
     recipe_ = QuantizationModifier(scheme="FP8_DYNAMIC")
-    monkeypatch.setattr(CheckpointWriter, "mark_seconds", 0.0)
     close = CheckpointWriter._close_shard
 
     def dying(self: CheckpointWriter) -> None:
@@ -301,9 +299,11 @@ def test_more_tensors_than_a_header_names(tmp_path: Path, monkeypatch: pytest.Mo
         raise Stop
 
     with monkeypatch.context() as patch:
+        patch.setattr(CheckpointWriter, "mark_seconds", 0.0)
         patch.setattr(CheckpointWriter, "_close_shard", dying)
         with pytest.raises(Stop):
             oneshot(tmp_path / "m", recipe_, None, tmp_path / "q")
+    assert (tmp_path / ".q.steelyard" / "journal.json").exists()
     oneshot(tmp_path / "m", recipe_, None, tmp_path / "q")
     oneshot(tmp_path / "m", recipe_, None, tmp_path / "whole")
     assert contents(tmp_path / "q") == contents(tmp_path / "whole")

@@ -9,7 +9,9 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from steelyard.checkpoint.model_files import is_model_file
 from steelyard.checkpoint.provenance import (
+    MUTABLE,
     PROVENANCE,
     FileDigest,
     Provenance,
@@ -34,22 +36,30 @@ def unwatched(label: str, total: int, unit: str) -> AbstractContextManager[Advan
 
 @dataclass
 class DigestsFound:
-    """What comparing digests gave; `files` and `bytes` were read."""
+    """What comparing digests gave; `files` and `bytes` were read.
+
+    added: further files of a model, by their names, such as a chat template
+    """
 
     files: int = 0
     bytes: int = 0
     problems: list[str] = field(default_factory=list)
+    added: list[str] = field(default_factory=list)
 
 
 def check_digests(folder: Path, provenance: Provenance, watch: Watch = unwatched) -> DigestsFound:
     """Hash every file that the run wrote and compare; several files at once."""
     found = DigestsFound(files=len(provenance.files))
-    present = {path.relative_to(folder).as_posix() for path in folder.rglob("*.safetensors")}
-    for name in sorted(present - provenance.files.keys()):
-        found.problems.append(
-            f"{name} is not among the files that the run wrote ({PROVENANCE}); a server may load "
-            "it, so remove it"
-        )
+    known = {PROVENANCE, *MUTABLE, *provenance.files}
+    present = {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
+    for name in sorted(present - known):
+        if name.endswith(".safetensors"):
+            found.problems.append(
+                f"{name} is not among the files that the run wrote ({PROVENANCE}); a server may "
+                "load it, so remove it"
+            )
+        elif is_model_file(Path(name)) and not name.startswith("."):
+            found.added.append(name)
     found.bytes = sum(_size(folder, name) for name in provenance.files)
     with (
         watch("comparing digests", found.bytes, unit="bytes") as advance,

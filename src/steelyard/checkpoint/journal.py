@@ -70,7 +70,7 @@ class OpenShard(_Strict):
 class Journal(_Strict):
     """What a rank recorded.
 
-    identity: what the run is made of
+    identity: what the run is made of; empty where it cannot be resumed
     complete: the checkpoint is complete, and may be in its place already
     folder:   inode of the folder that the checkpoint grows in, also when it was moved
     shards:   by number

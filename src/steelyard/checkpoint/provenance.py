@@ -32,6 +32,7 @@ from steelyard.checkpoint.work import sync
 from steelyard.errors import CheckpointError
 
 __all__ = [
+    "MUTABLE",
     "PROVENANCE",
     "FileDigest",
     "Provenance",

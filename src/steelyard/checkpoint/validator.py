@@ -8,7 +8,6 @@ quantizing.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -26,6 +25,8 @@ from steelyard.checkpoint.against_source import (
 )
 from steelyard.checkpoint.config_file import read_config
 from steelyard.checkpoint.digests import DigestsFound, Watch, check_digests, unwatched
+from steelyard.checkpoint.header import read_json
+from steelyard.checkpoint.model_files import is_model_file
 from steelyard.checkpoint.provenance import PROVENANCE, Provenance, read_provenance, source_of
 from steelyard.checkpoint.scale_values import (
     ReportedScales,
@@ -161,11 +162,15 @@ def check_checkpoint(
 
 
 def _check_files(folder: Path, found: Findings, watch: Watch) -> Provenance | None:
-    """Compare digests where there are any; every file of JSON must be readable."""
+    """Compare digests where there are any; the model's files of JSON must be readable."""
     for path in sorted(folder.glob("*.json")):
+        if not is_model_file(Path(path.name)):
+            continue
         try:
-            json.loads(path.read_bytes())
-        except (OSError, ValueError, RecursionError) as error:
+            read_json(path, unique=False)
+        except CheckpointError as error:
+            found.problems.append(str(error))
+        except ValueError as error:
             found.problems.append(f"{path.name} is no JSON: {error}")
     try:
         provenance = read_provenance(folder)
@@ -180,6 +185,7 @@ def _check_files(folder: Path, found: Findings, watch: Watch) -> Provenance | No
         return None
     found.digests = check_digests(folder, provenance, watch)
     found.problems += found.digests.problems
+    found.notes += [f"{name} was added after the run" for name in found.digests.added]
     return provenance
 
 

@@ -185,6 +185,12 @@ class WorkFolder:
             with suppress(OSError):  # someone else may have put something there
                 parent.rmdir()
 
+    def remove_leftover(self) -> None:
+        """Remove a folder from which no run can resume; refuse one that a run holds."""
+        if os.path.lexists(self.path) or self._owns_done():
+            self.open()
+            self.close(keep=False)
+
     # -- the journal --------------------------------------------------------------------------
 
     def read(self) -> dict[str, Any] | None:
@@ -195,8 +201,9 @@ class WorkFolder:
         return read_journal(self.done) if self._owns_done() else None
 
     def read_all(self) -> list[dict[str, Any]]:
-        """Return the journals of all ranks of a run that did not end."""
-        return [read_journal(path) for path in sorted(self.path.glob("journal*.json"))]
+        """Return the journals of all ranks of a run that can be resumed."""
+        journals = map(read_journal, sorted(self.path.glob("journal*.json")))
+        return [journal for journal in journals if journal["identity"]]
 
     def record(self, content: dict[str, Any], rank: int = 0) -> None:
         """Replace the journal of a rank; what it speaks of must be on the disk already."""

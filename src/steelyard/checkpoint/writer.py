@@ -99,7 +99,7 @@ class CheckpointWriter:
         check_output(self.output_dir, True, keep_tokenizer)
         self.work = WorkFolder(self.output_dir)
         if self.ranks.is_first and not self._ended_unnoticed():
-            check_output(self.output_dir, self.overwrite, self.keep_tokenizer)
+            self._check_place()
         self._file: ShardFile | None = None  # the shard that is being written
         self._position = 0  # its number
         self._planned = False  # the caller says which shard a tensor belongs to
@@ -117,18 +117,43 @@ class CheckpointWriter:
 
     def _ended_unnoticed(self) -> bool:
         """Whether an earlier run moved its checkpoint into place, and died before it said so."""
-        if self.identity is None or not self.resume or not self.output_dir.is_dir():
+        if self.identity is None or not self.resume:
             return False
-        journal = self.work.read()
+        journal = self._journal_in_place()
+        return journal is not None and journal["identity"] == self.identity
+
+    def _journal_in_place(self) -> dict[str, Any] | None:
+        """Return the journal of a run whose checkpoint is in its place, if it was left behind."""
+        journal = self.work.read() if self.output_dir.is_dir() else None
         if journal is None or not journal["complete"]:
-            return False
+            return None
         if self.partial.exists() and self.output_dir.stat().st_ino != journal["folder"]:
-            return False
+            return None
         count = len(journal["shards"])
-        return journal["identity"] == self.identity and all(
+        whole = all(
             is_whole(self.output_dir / _final(int(i), count), shard)
             for i, shard in journal["shards"].items()
         )
+        return journal if whole else None
+
+    def _check_place(self) -> None:
+        """Refuse an output that must not be replaced; remove what a run left that had ended."""
+        try:
+            ended = self._journal_in_place() is not None
+            useless = ended or not self.work.read_all()
+        except CheckpointError:  # a damaged journal is a matter of resuming
+            ended = useless = False
+        if useless:
+            self.work.remove_leftover()
+        try:
+            check_output(self.output_dir, self.overwrite, self.keep_tokenizer)
+        except CheckpointError as error:
+            if not ended or self.overwrite:
+                raise
+            raise CheckpointError(
+                f"{self.output_dir} is complete: an earlier run wrote it, and was killed before it "
+                "could say so; choose another folder, or replace it with overwrite=True"
+            ) from error
 
     # -- lifecycle --------------------------------------------------------------------------
 
@@ -279,14 +304,14 @@ class CheckpointWriter:
         self._record([progress], complete=False)
 
     def _record(self, progress: list[dict[str, Any]], complete: bool) -> None:
-        if self.identity is None:
+        if self.identity is None and not complete:
             return
         left = dict(self._left)
         if self._file is not None:
             left[self._position] = self._file.state()
         self.work.record(
             {
-                "identity": self.identity,
+                "identity": self.identity or {},  # without one, nobody resumes from here
                 "complete": complete,
                 "folder": self.partial.stat().st_ino,  # keeps its number when it is renamed
                 "shards": self._shards,

@@ -305,9 +305,9 @@ class Stream:
             self._put(job, weights, stored)
             self.done[shard] = self.done.get(shard, 0) + 1
             if self.writer.due(self._mark_cost):
-                started = time.monotonic()
+                started = time.thread_time()  # does not count the wait for the disk
                 self.writer.mark(self.state())
-                self._mark_cost = time.monotonic() - started
+                self._mark_cost = time.thread_time() - started
         except BaseException:
             self._stopped = True
             raise
