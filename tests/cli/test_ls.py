@@ -42,7 +42,7 @@ def test_lists(steelyard: Command) -> None:
     assert schemes["FP8_BLOCK"]["weights"] == "fp8 block 128x128"
     assert schemes["NVFP4"]["activations"] == "nvfp4, dynamic, static global scale"
     assert schemes["MXFP8"]["weights"] == "mxfp8"
-    assert schemes["W8A16"]["activations"] == "as they are"
+    assert schemes["W8A16"]["activations"] == "not quantized"
 
 
 @pytest.mark.parametrize("kind", ["observers", "schemes", "strategies"])

@@ -46,7 +46,7 @@ def test_document_and_checkpoint_are_those_of_the_python_call(
     assert found["source_bytes"] == Shards(model).total_bytes
     assert found["output_bytes"] == Shards(tmp_path / "out").total_bytes
     assert {"name": "lm_head", "reason": "ignored by 'lm_head'"} in found["left"]
-    assert "21 modules quantized" in answer.err  # the plan
+    assert "21 modules to quantize" in answer.err  # the plan
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_summary_has_a_line_for_each_kind_of_module(
     assert not any(line.startswith("note:") for line in lines), "the plan's warnings, once more"
     assert "not quantized: lm_head (ignored by 'lm_head')" in lines
     assert any(line.startswith("21 modules quantized in") for line in lines)
-    assert answer.err.startswith("21 modules quantized")
+    assert answer.err.startswith("21 modules to quantize")
 
 
 def test_calibrating_on_two_tokens_is_a_warning(

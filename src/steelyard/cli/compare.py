@@ -31,7 +31,7 @@ def compare(
             "--observers",
             metavar="NAME,NAME",
             autocompletion=completing(OBSERVERS),
-            help="What finds the scales.",
+            help="Observers for weights.",
         ),
     ] = "memoryless_minmax,memoryless_mse,optimal",
     schemes: Annotated[

@@ -24,14 +24,12 @@ __all__ = ["evaluate"]
 def evaluate(
     base: Annotated[
         str,
-        typer.Argument(
-            metavar="BASE", callback=options.existing_model, help="The model as it was."
-        ),
+        typer.Argument(metavar="BASE", callback=options.existing_model, help="The original model."),
     ],
     quantized: Annotated[
         str,
         typer.Argument(
-            metavar="QUANTIZED", callback=options.existing_model, help="What was made of it."
+            metavar="QUANTIZED", callback=options.existing_model, help="The quantized checkpoint."
         ),
     ],
     data: Annotated[

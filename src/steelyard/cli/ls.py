@@ -103,14 +103,14 @@ def describe_scheme(scheme: QuantizationScheme) -> dict[str, Any]:
     from steelyard.checkpoint.contents import describe_args
 
     inputs = scheme.input_activations
-    activations = "as they are"
+    activations = "not quantized"
     if inputs is not None:
         when = {True: "dynamic", False: "static"}.get(
             inputs.dynamic, "dynamic, static global scale"
         )
         activations = f"{describe_args(inputs)}, {when}"
     return {
-        "weights": describe_args(scheme.weights) if scheme.weights is not None else "as they are",
+        "weights": describe_args(scheme.weights) if scheme.weights is not None else "not quantized",
         "activations": activations,
         "needs_data": inputs is not None and inputs.dynamic is not True,
     }

@@ -27,7 +27,7 @@ def merge(
             "-o",
             metavar="FILE",
             parser=options.output_path,
-            help="Where it goes.",
+            help="The file to write.",
             show_default=False,
         ),
     ],

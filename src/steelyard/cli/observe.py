@@ -26,7 +26,7 @@ def observe(
             "-o",
             metavar="FILE",
             parser=options.output_path,
-            help="Where they go.",
+            help="The file to write.",
             show_default=False,
         ),
     ],

@@ -105,7 +105,7 @@ SchemeName = Annotated[
         metavar="NAME",
         callback=_scheme,
         autocompletion=completing(SCHEMES),
-        help="A preset such as W4A16; `steelyard ls schemes` tells all. Not with --recipe.",
+        help="A preset such as W4A16; `steelyard ls schemes` lists them. Not with --recipe.",
         show_default=False,
     ),
 ]
@@ -125,8 +125,7 @@ ObserverName = Annotated[
         metavar="NAME",
         callback=_observer,
         autocompletion=completing(OBSERVERS),
-        help="What finds the scales of weights; `steelyard ls observers` tells all. "
-        "Without it: optimal.",
+        help="Observer for weights; `steelyard ls observers` lists them. Without it: optimal.",
         show_default=False,
     ),
 ]
@@ -135,7 +134,7 @@ Ignore = Annotated[
     typer.Option(
         "--ignore",
         metavar="NAME",
-        help="A module, a class, or re: and an expression, that stays as it is; may be repeated. "
+        help="A module, a class, or re: and an expression, not to quantize; may be repeated. "
         "The output head (lm_head) stays too, unless --targets names it; an empty one ignores "
         "nothing.",
         show_default=False,

@@ -69,7 +69,7 @@ def quantize(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
     resume: Annotated[
         bool,
-        typer.Option("--resume/--no-resume", help="Take up a run that did not end, or start anew."),
+        typer.Option("--resume/--no-resume", help="Resume an unfinished run, or start anew."),
     ] = True,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a checkpoint that is there.")
@@ -79,9 +79,9 @@ def quantize(
 ) -> None:
     """Quantize a model, and write a checkpoint that vLLM serves.
 
-    The plan is printed first: what is quantized, what is left and why, and how large the result
-    will be. A run that was stopped goes on where it was when the same command is given again.
-    With --data, the columns of a weight count by what flows into them.
+    Prints the plan first: which modules are quantized, which are not and why, and the size of the
+    result. The same command resumes a run that was stopped. With --data, errors in a column of a
+    weight are weighted by the mean square of its input.
 
     \b
     Examples:

@@ -46,6 +46,6 @@ class NVFP4ExpandedMSEObserver(MemorylessMSEObserver):
 
 @Observer.register("nvfp4_expanded_imatrix")
 class NVFP4ExpandedIMatrixObserver(IMatrixMSEObserver):
-    """The same, errors weighed by E[x^2] of their column."""
+    """The best range of the last weight observed, also above it, errors weighed by E[x^2]."""
 
     Options = ExpandedIMatrixOptions

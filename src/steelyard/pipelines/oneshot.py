@@ -97,7 +97,7 @@ def oneshot(
     uncalibrated: what a module that no token reached gets: an error, or weights-only
     save_statistics: a file for what the observers see; see `steelyard.pipelines.statistics`
     statistics:   such a file, instead of a dataset
-    resume:       take up a run for the same output that did not end; False starts anew
+    resume:       resume an unfinished run for the same output; False starts anew
     dry_run:      stop after the plan
     leave:        called with the result and the folder that will be put in place, before it is
     """

@@ -125,7 +125,7 @@ class Plan:
         )
 
     def __str__(self) -> str:
-        lines = [f"{count(len(self.quantized), 'module')} quantized"]
+        lines = [f"{count(len(self.quantized), 'module')} to quantize"]
         for group in dict.fromkeys(p.group for p in self.quantized):
             members = [p for p in self.quantized if p.group == group]
             lines.append(f"  {group}: {len(members)} as {format_of(members[0].scheme)}")
@@ -134,7 +134,7 @@ class Plan:
         for reason in dict.fromkeys(left.reason for left in self.left):
             names = [left.name for left in self.left if left.reason == reason]
             shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            lines.append(f"left: {shown} ({reason})")
+            lines.append(f"not quantized: {shown} ({reason})")
         if not self.errors:  # else there is no size to tell
             lines.append(
                 f"{size(self.source_bytes)} -> {size(self.output_bytes)}; about "

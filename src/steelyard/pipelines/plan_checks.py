@@ -339,5 +339,6 @@ def _uneven_share(planned: Planned) -> str | None:
     side = "columns" if by_input else "rows"
     return (
         f"{size} {side} do not divide over {bad[0]} processes "
-        f"{f'in units of {unit} ' if unit > 1 else ''}under tensor parallelism"
+        f"{f'in units of {unit} ' if unit > 1 else ''}under tensor parallelism; serve it with fewer"
+        f"{', or choose a smaller group size' if by_input and weights.group_size else ''}"
     )
