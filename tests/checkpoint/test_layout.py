@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from compressed_tensors.compressors.base import BaseCompressor
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from compressed_tensors.quantization import (
     QuantizationArgs,
     QuantizationScheme,
@@ -20,6 +21,7 @@ from steelyard.checkpoint.layout import (
     expected_tensors,
     format_of,
     stored_tensors,
+    words_for,
 )
 from steelyard.errors import StrategyError
 
@@ -216,3 +218,11 @@ def test_activation_order_where_it_can_be_stored(calibrate: Calibrate) -> None:
     same_bytes(stored, compressor.compress({"weight": weight, **qparams}, scheme))
     found = {key: (value.dtype, tuple(value.shape)) for key, value in stored.items()}
     assert expected_tensors(scheme, (48, 384), torch.bfloat16) == found
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_words_of_long_rows_are_counted_without_packing_them(bits: int) -> None:
+    for count in (1, 5, 31, 33, 127, 300, 512, 513, 1000, 1024, 4099):
+        packed = pack_to_int32(torch.zeros(1, count, dtype=torch.int8), bits)
+        assert words_for(count, bits) == packed.shape[1]
+    assert words_for(10**15, 8) == 10**15 // 4

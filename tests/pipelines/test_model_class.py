@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,9 @@ from steelyard import oneshot
 from steelyard.checkpoint import CheckpointView
 from steelyard.errors import PlanError
 from steelyard.modifiers import QuantizationModifier
-from steelyard.pipelines.class_loading import ONLY_TRANSFORMERS
+from steelyard.pipelines.class_loading import ONLY_TRANSFORMERS, loading_problems
 from steelyard.pipelines.files import FilesModel
+from steelyard.pipelines.model_class import stated_layers
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -226,3 +229,57 @@ def test_written_ignores_leave_the_class_whole(folders: dict[str, Path], tmp_pat
     for name, module in other_model("mllama").named_modules():
         if isinstance(module, torch.nn.Linear) and "vision" in name:
             assert is_match(name, module, ignore), name
+
+
+# -- numbers that do not belong to the files ----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes", [{"head_dim": 3}, {"head_dim": 10**9}, {"hidden_size": 48}, {"hidden_size": 10**12}]
+)
+def test_sizes_that_are_not_those_of_the_files_are_told(
+    changes: dict[str, int], tmp_path: Path
+) -> None:
+    small_model("llama").save_pretrained(tmp_path / "m")
+    recipe = QuantizationModifier(ignore=["lm_head"], **SCHEMES["int4"])
+    oneshot(tmp_path / "m", recipe, None, tmp_path / "q")
+    config = json.loads((tmp_path / "q" / "config.json").read_text())
+    specs = {name: (t.dtype, tuple(t.shape)) for name, t in read(tmp_path / "q").items()}
+    assert not loading_problems(config, specs)
+    problems = loading_problems({**config, **changes}, specs)
+    assert problems and all("not of one model" in each for each in problems)
+
+
+@pytest.fixture
+def in_a_minute() -> Iterator[None]:
+    def late(*_: Any) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.usefixtures("in_a_minute")
+@pytest.mark.parametrize(
+    ("kind", "name", "key"),
+    [
+        ("llama4_text", "Llama4ForCausalLM", "num_local_experts"),
+        ("switch_transformers", "SwitchTransformersForConditionalGeneration", "num_experts"),
+    ],
+)
+def test_a_model_of_a_billion_modules_is_not_built(kind: str, name: str, key: str) -> None:
+    scheme = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float"}}
+    content = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": scheme},
+    }
+    config = {"model_type": kind, "architectures": [name], key: 10**9, "num_hidden_layers": 2}
+    loading_problems({**config, "hidden_size": 64, "quantization_config": content}, {})
+
+
+def test_layers_are_found_in_parts_of_parts() -> None:
+    assert stated_layers({"a": {"b": {"num_layers": 7}}, "num_hidden_layers": 2}) == 7

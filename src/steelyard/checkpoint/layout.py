@@ -179,6 +179,9 @@ def words_for(count: int, num_bits: int) -> int:
     compressed-tensors itself is asked: up to 0.17 a value of 3, 5, 6 or 7 bits never straddles two
     words, from 0.20 on it does.
     """
+    period = 32 * (32 // num_bits)  # values after which either way of packing begins a new word
+    if count > period:
+        return count // period * words_for(period, num_bits) + words_for(count % period, num_bits)
     return int(pack_to_int32(torch.zeros(1, count, dtype=torch.int8), num_bits).shape[1])
 
 

@@ -18,8 +18,16 @@ from torch.nn import Embedding, Linear
 
 from steelyard.checkpoint.layout import expected_tensors, format_of
 from steelyard.checkpoint.written import PARAMETER
+from steelyard.errors import StrategyError
 from steelyard.foreign import reason_of
-from steelyard.pipelines.model_class import ModelClass, NoModelClass, build, tied_modules
+from steelyard.pipelines.meta_parameters import parameters_on_meta
+from steelyard.pipelines.model_class import (
+    MOST_PARAMETERS,
+    ModelClass,
+    NoModelClass,
+    build,
+    tied_modules,
+)
 
 __all__ = ["ONLY_TRANSFORMERS", "loading_problems", "tied_problems"]
 
@@ -52,10 +60,10 @@ def loading_problems(config: Mapping[str, Any], tensors: Specs) -> list[str]:
     content = config["quantization_config"]
     quantizer = AutoHfQuantizer.from_config(dict(content), pre_quantized=True)
     quantizer.validate_environment(device_map=None)
-    quantizer._convert_model_for_quantization(model)  # Llama 4's experts become Linear layers
-    known = ModelClass(model, {_plain(name) for name in tensors})
-    schemes = _schemes(known, QuantizationConfig.model_validate(content))
     try:
+        with parameters_on_meta(MOST_PARAMETERS):  # Llama 4's experts become Linear layers
+            quantizer._convert_model_for_quantization(model)
+        known = ModelClass(model, {_plain(name) for name in tensors})
         places = known.find_places(tensors, quantizer)
     except Exception as error:  # conversions that were not made for quantized weights
         problems = [
@@ -63,6 +71,7 @@ def loading_problems(config: Mapping[str, Any], tensors: Specs) -> list[str]:
             "vLLM loads models with its own classes, where it has one"
         ]
     else:
+        schemes = _schemes(known, QuantizationConfig.model_validate(content))
         problems = [*_places(known, tensors, schemes, *places), *_initialization(known, schemes)]
     return [f"transformers {transformers.__version__} {problem}" for problem in problems]
 
@@ -116,24 +125,32 @@ def _places(
     expected: dict[str, tuple[int, ...]] = {n: tuple(t.shape) for n, t in known.tensors.items()}
     for name, scheme in schemes.items():
         weight: Any = known.modules[name].weight
+        try:
+            needed = expected_tensors(scheme, weight.shape, weight.dtype)
+        except StrategyError as error:
+            yield (
+                f"expects {tuple(weight.shape)} for {name}.weight ({error}); config.json and the "
+                "files are not of one model"
+            )
+            return
         del expected[f"{name}.weight"]
-        for leaf, (_, shape) in expected_tensors(scheme, weight.shape, weight.dtype).items():
-            expected[f"{name}.{leaf}"] = shape
+        expected.update((f"{name}.{leaf}", shape) for leaf, (_, shape) in needed.items())
     gone = known.missing()
     joined = {name.removesuffix("weight") for name in known.converted}
-    stray = [n for n in tensors if n not in converted and places.get(n) not in expected]
+    stray = [n for n in tensors if places.get(n, converted.get(n)) not in expected]
     experts = [n for n in stray if f"{n.rpartition('.')[0]}." in joined and _matters(n)]
     experts += sorted(n for n in converted if not _broadcasts(n, tensors))
     lists, stacks = {_list_of(n) for n in gone}, {n.rpartition(".")[0] for n in gone}
     cut = [n for n in stray if _list_of(n) in stacks]
     experts += cut + [n for n in stray if n.rpartition(".")[0] in lists]
     if experts:
-        remedy = "Ignored, they load" if cut else _LOADS
+        never = {*cut, *converted.keys() & set(stray)}  # in whatever format
+        remedy = "Ignored, they load" if never.issuperset(experts) else _LOADS
         kind = "experts" if "expert" in experts[0] else "layers that its class joins"
         yield (
             f"does not load {kind} as they are stored here, such as "
-            f"{experts[0].rpartition('.')[0]}: it would start them anew. vLLM's own classes read "
-            f"them one by one. {remedy} in transformers too"
+            f"{experts[0].rpartition('.')[0]}, and would give them other values. vLLM's own "
+            f"classes read them one by one. {remedy} in transformers too"
         )
     ours = {name for name in tensors if _plain(name) in known.places}
     others = [name for name in stray if name in ours]

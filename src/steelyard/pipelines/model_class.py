@@ -15,10 +15,13 @@ import torch
 from torch.nn import Linear, Module, MultiheadAttention
 
 from steelyard.foreign import reason_of, show
+from steelyard.pipelines.meta_parameters import parameters_on_meta
 
-__all__ = ["ModelClass", "NoModelClass", "build", "tied_modules"]
+__all__ = ["MOST_PARAMETERS", "ModelClass", "NoModelClass", "build", "tied_modules"]
 
 _MOST_LAYERS = 4096  # beyond this the class is not built: a config may say anything
+MOST_PARAMETERS = 300_000
+"""Tensors that a class may have: to build it takes some 10 seconds."""
 
 
 class NoModelClass(Exception):
@@ -166,7 +169,12 @@ def build(config: Mapping[str, Any]) -> Any:
         raise NoModelClass(f"config.json states {layers:,} layers")
     try:
         plain = _floats({k: v for k, v in config.items() if k != "quantization_config"})
-        with torch.device("meta"), warnings.catch_warnings(), _quiet(transformers):
+        with (
+            torch.device("meta"),
+            parameters_on_meta(MOST_PARAMETERS),
+            warnings.catch_warnings(),
+            _quiet(transformers),
+        ):
             warnings.simplefilter("ignore")
             made = CONFIG_MAPPING[kind].from_dict(plain)
             return _class_for(transformers, made, config)(made).eval()
@@ -220,10 +228,15 @@ class _quiet:
 
 def stated_layers(config: Mapping[str, Any]) -> int:
     """Return the most layers that a config states for the model or a part of it."""
-    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
+    parts = _parts(config)
     keys = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "depth")
     counts = [part.get(key) for part in parts for key in (*keys, "decoder_layers")]
     return max((c for c in counts if isinstance(c, int) and not isinstance(c, bool)), default=0)
+
+
+def _parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    inner = [_parts(part) for part in config.values() if isinstance(part, dict)]
+    return [config, *(part for parts in inner for part in parts)]
 
 
 def tied_groups(model: Any) -> list[set[str]]:

@@ -18,6 +18,7 @@ from torch.nn import Module, Parameter
 from steelyard.checkpoint import CheckpointView, Shards
 from steelyard.errors import PipelineError
 from steelyard.foreign import reason_of, show
+from steelyard.pipelines.meta_parameters import parameters_on_meta
 from steelyard.pipelines.model_class import ModelClass
 from steelyard.pipelines.own_forward import WITHOUT_DATA
 
@@ -71,7 +72,7 @@ def _skeleton(folder: Path, shards: CheckpointView, trust_remote_code: bool) -> 
             del config.quantization_config
         dtype = _stored_dtype(config, shards)
         options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
-        with _parameters_on_meta(limit=MORE * len(shards) + SPARE):
+        with parameters_on_meta(limit=MORE * len(shards) + SPARE):
             if _has_sdpa(config):
                 with contextlib.suppress(ValueError):  # a part of the model may not have it
                     return AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
@@ -256,28 +257,3 @@ def _has_sdpa(config: Any) -> bool:
         return False
     one = classes[0] if isinstance(classes, tuple) else classes
     return bool(getattr(one, "_supports_sdpa", False))
-
-
-@contextlib.contextmanager
-def _parameters_on_meta(limit: int) -> Iterator[None]:
-    """Let parameters that are made hold nothing; raise a PipelineError beyond `limit` of them."""
-    register = Module.register_parameter
-    count = 0
-
-    def on_meta(self: Module, name: str, parameter: Parameter | None) -> None:
-        nonlocal count
-        count += 1
-        if count > limit:
-            raise PipelineError(
-                f"config.json describes a model of more than {limit:,} parameters, which is not "
-                "what the files hold; look at the numbers of layers and experts in it"
-            )
-        if parameter is not None and parameter.device.type != "meta":
-            parameter = Parameter(parameter.detach().to("meta"), requires_grad=False)
-        register(self, name, parameter)
-
-    Module.register_parameter = on_meta  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        Module.register_parameter = register  # type: ignore[method-assign]
