@@ -185,6 +185,23 @@ def test_parquet(tmp_path: Path, shuffle: bool) -> None:
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
+def test_damaged_parquet(tmp_path: Path, shuffle: bool) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "data.parquet"
+    parquet.write_table(pyarrow.table({"text": TEXTS}), path)
+    content = bytearray(path.read_bytes())
+    content[4:40] = b"\xff" * 36  # the header of the first page
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"data\.parquet cannot be read: .*write it again"):
+        take(path, shuffle=shuffle)
+    words = pyarrow.array([b"a b", b"\xff\xfe\xfd"], pyarrow.binary()).view(pyarrow.string())
+    parquet.write_table(pyarrow.table({"text": words}), path)
+    with pytest.raises(DataError, match=r"data\.parquet cannot be read: .*utf-8.*write it again"):
+        take(path, shuffle=shuffle)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
 def test_datasets_by_object(shuffle: bool) -> None:
     datasets = pytest.importorskip("datasets")
     whole = datasets.Dataset.from_dict({"text": TEXTS})

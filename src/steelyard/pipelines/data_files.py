@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 from collections.abc import Iterator, Sequence
@@ -207,9 +208,14 @@ class Parquet:
 
     def __iter__(self) -> Iterator[Row]:
         index = 0
-        for batch in self._file.iter_batches(batch_size=64, columns=self._columns):
+        batches = self._file.iter_batches(batch_size=64, columns=self._columns)
+        while True:
+            with self._readable():
+                batch = next(batches, None)
+            if batch is None:
+                return
             for i in range(batch.num_rows):
-                yield self._where(index), batch.slice(i, 1).to_pylist()[0]
+                yield self._where(index), self._row(batch, i)
                 index += 1
 
     def fetch(self, indices: Sequence[int]) -> Iterator[Row]:
@@ -220,12 +226,27 @@ class Parquet:
         rows: dict[int, Any] = {}
         groups = np.searchsorted(ends, np.asarray(indices), side="right")
         for group in np.unique(groups):
-            table = self._file.read_row_group(int(group), columns=self._columns)
+            with self._readable():
+                table = self._file.read_row_group(int(group), columns=self._columns)
             first = int(ends[group]) - sizes[group]
             for index in np.asarray(indices)[groups == group]:
-                rows[int(index)] = table.slice(int(index) - first, 1).to_pylist()[0]
+                rows[int(index)] = self._row(table, int(index) - first)
         for index in indices:
             yield self._where(index), rows[index]
+
+    def _row(self, table: Any, place: int) -> Any:
+        with self._readable():  # bytes that are no UTF-8 are noticed here
+            return table.slice(place, 1).to_pylist()[0]
+
+    @contextlib.contextmanager
+    def _readable(self) -> Iterator[None]:
+        """Turn what pyarrow says of a damaged page into an error that names the file."""
+        try:
+            yield
+        except (ValueError, OSError) as error:
+            raise DataError(
+                f"{self.name} cannot be read: {reason_of(error)}; download or write it again"
+            ) from error
 
     def _where(self, index: int) -> str:
         return f"{self.name}, row {index}"
