@@ -18,7 +18,7 @@ from pathlib import Path
 
 from steelyard.errors import OutputError, SteelyardError
 
-__all__ = ["FileKind", "safetensors_metadata", "write_whole"]
+__all__ = ["FileKind", "safetensors_metadata", "sync", "write_whole"]
 
 
 @dataclass(frozen=True)
@@ -114,11 +114,16 @@ def write_whole(path: str | Path, content: bytes | str) -> None:
         raise
     finally:
         os.close(handle)
-    folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        os.fsync(folder)
+        os.fsync(handle)
     finally:
-        os.close(folder)
+        os.close(handle)
 
 
 def _remove_leftovers(path: Path) -> None:

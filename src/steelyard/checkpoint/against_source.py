@@ -122,9 +122,8 @@ def _compare(
         original = source.read_rows(f"{module}.weight", start, stop).float()
         try:
             part = stored.part(start, stop)
-            deviation.add(
-                original, stored.decode(part), None if held else stored.grid(part), stored.args
-            )
+            grid = None if held else stored.grid(part)
+            deviation.add(original, stored.decode(part), grid, stored.args, error_only=held)
         except (RuntimeError, ValueError, AssertionError, KeyError) as failure:
             return f"cannot be decoded: {reason_of(failure)}"
     if not held:

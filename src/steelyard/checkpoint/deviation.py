@@ -61,17 +61,21 @@ class Deviation:
         decoded: torch.Tensor,
         grid: Grid | None,
         args: QuantizationArgs,
+        error_only: bool = False,
     ) -> None:
         """Take some rows.
 
         original, decoded: (rows, columns), fp32
         grid:              None where steps are not known; then the correlation is all there is
+        error_only:        `relative_error` is all that will be asked for
         """
         self.count += original.numel()
         self.error += _sum_of_squares(decoded - original)
         self.signal += _sum_of_squares(original)
+        if error_only:
+            return
         self.decoded += _sum_of_squares(decoded)
-        self.product += float((original.double() * decoded.double()).sum())
+        self.product += float((original.double() * decoded).sum())
         if grid is None:
             return
         low, high = quantized_range(args)
@@ -157,4 +161,4 @@ def _spacing(wanted: torch.Tensor, found: torch.Tensor, args: QuantizationArgs) 
 
 
 def _sum_of_squares(values: torch.Tensor) -> float:
-    return float(values.double().square().sum())
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2

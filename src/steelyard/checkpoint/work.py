@@ -31,9 +31,9 @@ from typing import Any
 from steelyard.checkpoint.exchange import exchange
 from steelyard.checkpoint.journal import journal_text, read_journal
 from steelyard.errors import CheckpointError
-from steelyard.whole_file import write_whole
+from steelyard.whole_file import sync, write_whole
 
-__all__ = ["WorkFolder", "differences", "sync"]
+__all__ = ["WorkFolder", "differences"]
 
 
 class WorkFolder:
@@ -261,15 +261,6 @@ class WorkFolder:
                 self.old.rename(self.output)
                 raise
         sync(self.output.parent)
-
-
-def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def differences(before: dict[str, Any], now: dict[str, Any], path: str = "") -> Iterator[str]:

@@ -32,7 +32,7 @@ from steelyard.checkpoint.provenance import PROVENANCE, write_provenance
 from steelyard.checkpoint.shard_file import ShardFile, is_whole
 from steelyard.checkpoint.shards import INDEX, SINGLE, Shards
 from steelyard.checkpoint.tokenizer_files import tokenizer_files
-from steelyard.checkpoint.work import WorkFolder, differences, sync
+from steelyard.checkpoint.work import WorkFolder, differences
 from steelyard.distributed import Ranks
 from steelyard.errors import (
     CalibrationError,
@@ -42,6 +42,7 @@ from steelyard.errors import (
     ReportError,
     SteelyardError,
 )
+from steelyard.whole_file import sync
 
 __all__ = ["CheckpointWriter", "quantization_config_dict"]
 

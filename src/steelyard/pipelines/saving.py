@@ -248,6 +248,7 @@ class Output:
                 folder,
                 source=shards,
                 reported=reported,
+                samples=min(8, 2 + len(reported) // 32),  # a small part of the run's own work
                 fused=_fused(self.source, plan),
                 allow_negative=_negative(config),
                 dtypes={self.source.module_key(p.name): p.dtype for p in plan.quantized},

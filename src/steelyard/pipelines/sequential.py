@@ -21,11 +21,11 @@ import torch
 from safetensors import safe_open
 from torch.nn import Module, ModuleList
 
-from steelyard.checkpoint.work import sync
 from steelyard.errors import CheckpointError, PipelineError
 from steelyard.pipelines.own_forward import WITHOUT_DATA, own_forward
 from steelyard.pipelines.tensor_file import save_tensors
 from steelyard.pipelines.until import Enough
+from steelyard.whole_file import sync
 
 __all__ = ["LayerSequence", "decoder_layers", "load_hidden", "save_hidden"]
 
