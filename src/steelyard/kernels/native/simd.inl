@@ -114,7 +114,7 @@ struct Power {
         constexpr float C[6] = {1.0000001192092896f,   0.6931471824645996f,
                                 0.2402210682630539f,   0.05550327152013779f,
                                 0.009676037356257439f, 0.0013400432653725147f};
-        x = vmax(x, splat(-126.0f));
+        x = vmin(vmax(x, splat(-126.0f)), splat(127.99f));  // beyond it the exponent would wrap
         const vf shifted = x + 12582912.0f;
         const vf fraction = x - (shifted - 12582912.0f);
         vf q = splat(C[5]);
