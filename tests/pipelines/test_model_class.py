@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from families import OTHERS, other_model, read, small_model, token_batches
+import transformers
+from families import EXPERTS, OTHERS, SIGHT, other_model, read, small_model, token_batches
 from transformers import AutoConfig
 
 from steelyard import oneshot
@@ -127,6 +128,23 @@ def test_experts_left_beside_packed_layers_are_told(
         recipe = QuantizationModifier(ignore=["lm_head", "re:.*experts.*"], **SCHEMES["int4"])
         plan = oneshot(source, recipe, None, dry_run=True).plan
         assert any("does not load experts" in w for w in plan.warnings), family
+
+
+def test_layers_that_are_joined_in_a_matrix_are_told_if_they_become_a_stack(tmp_path: Path) -> None:
+    name = "MiniMaxM3SparseForConditionalGeneration"
+    text = {**EXPERTS, "num_local_experts": 4, "intermediate_size": 64}
+    config = transformers.MiniMaxM3VLConfig(text_config=text, vision_config=SIGHT)
+    model = getattr(transformers, name)(config).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "m")
+    recipe = QuantizationModifier(scheme="FP8_DYNAMIC")
+    result = oneshot(tmp_path / "m", recipe, None, tmp_path / "q")
+    told = any("does not load experts as they are stored" in w for w in result.plan.warnings)
+    loaded = type(model).from_pretrained(tmp_path / "q", dtype=torch.bfloat16)
+    joined = [p for n, p in loaded.named_parameters() if "shared_experts.gate_up_proj" in n]
+    assert joined and told == any(parameter.ndim != 2 for parameter in joined)
+    recipe = QuantizationModifier(scheme="FP8_DYNAMIC", ignore=["re:.*shared_experts", "lm_head"])
+    plan = oneshot(tmp_path / "m", recipe, None, dry_run=True).plan
+    assert not [w for w in plan.warnings if w.startswith("transformers")]
 
 
 # -- heads and tied weights ---------------------------------------------------------------------

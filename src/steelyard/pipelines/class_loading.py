@@ -8,6 +8,7 @@ without the weights that are packed. Nothing is read but names, types and shapes
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -142,9 +143,10 @@ def _places(
     experts += sorted(n for n in converted if not _broadcasts(n, tensors))
     lists, stacks = {_list_of(n) for n in gone}, {n.rpartition(".")[0] for n in gone}
     cut = [n for n in stray if _list_of(n) in stacks]
-    experts += cut + [n for n in stray if n.rpartition(".")[0] in lists]
+    flat = _stacked_anew(known, converted)
+    experts += cut + flat + [n for n in stray if n.rpartition(".")[0] in lists]
     if experts:
-        never = {*cut, *converted.keys() & set(stray)}  # in whatever format
+        never = {*cut, *flat, *converted.keys() & set(stray)}  # in whatever format
         remedy = "Ignored, they load" if never.issuperset(experts) else _LOADS
         kind = "experts" if "expert" in experts[0] else "layers that its class joins"
         yield (
@@ -165,6 +167,14 @@ def _places(
                 f"expects {expected[place]} for {place}, but {name} is {tuple(tensors[name][1])}; "
                 "config.json and the files are not of one model"
             )
+
+
+def _stacked_anew(known: ModelClass, converted: Mapping[str, str]) -> list[str]:
+    """Return the scales of layers that are joined in a matrix: decoded, they become a stack."""
+    scales = [name for name in converted if name.endswith(".weight_scale")]
+    counts = Counter(converted[name] for name in scales)
+    flat = {p for p in counts if p in known.tensors and known.tensors[p].ndim == 2}
+    return [name for name in scales if converted[name] in flat and counts[converted[name]] > 1]
 
 
 def _list_of(name: str) -> str | None:

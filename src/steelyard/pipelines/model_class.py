@@ -20,8 +20,8 @@ from steelyard.pipelines.meta_parameters import parameters_on_meta
 __all__ = ["MOST_PARAMETERS", "ModelClass", "NoModelClass", "build", "tied_modules"]
 
 _MOST_LAYERS = 4096  # beyond this the class is not built: a config may say anything
-MOST_PARAMETERS = 300_000
-"""Tensors that a class may have: to build it takes some 10 seconds."""
+MOST_PARAMETERS = 100_000
+"""Tensors that a class may have: building more takes minutes."""
 
 
 class NoModelClass(Exception):
