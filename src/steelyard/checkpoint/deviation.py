@@ -80,7 +80,7 @@ class Deviation:
             return
         low, high = quantized_range(args)
         wanted = (original - grid.offset) / grid.step
-        self.ranges += _ranges(wanted, args)
+        self.ranges += _ranges(wanted, -grid.offset / grid.step, args)
         wanted = wanted.clamp_(low, high)
         found = (decoded - grid.offset) / grid.step
         spacing = _spacing(wanted, found, args)
@@ -131,10 +131,11 @@ class Deviation:
         return None
 
 
-def _ranges(scaled: torch.Tensor, args: QuantizationArgs) -> list[float]:
+def _ranges(scaled: torch.Tensor, zero: torch.Tensor, args: QuantizationArgs) -> list[float]:
     """Return the share of the range that the weights of each group take, without empty groups.
 
     scaled: (rows, columns), weights in units of the step, zero point added
+    zero:   the same of a weight of 0, which lies in every range
     """
     if args.strategy not in ("group", "channel", "tensor_group") or args.actorder == "group":
         return []
@@ -146,7 +147,9 @@ def _ranges(scaled: torch.Tensor, args: QuantizationArgs) -> list[float]:
     if args.symmetric:
         shares = groups.abs().amax(dim=1) / max(-low, high)
     else:
-        shares = (groups.amax(dim=1) - groups.amin(dim=1)) / (high - low)
+        zeros = zero.expand_as(scaled).reshape(-1, width)
+        largest, smallest = torch.maximum(groups, zeros), torch.minimum(groups, zeros)
+        shares = (largest.amax(dim=1) - smallest.amin(dim=1)) / (high - low)
     return [float(share) for share in shares[torch.isfinite(shares) & (shares > 0)].tolist()]
 
 
