@@ -147,3 +147,11 @@ def test_leftovers_of_killed_runs_are_removed_and_those_of_others_kept(tmp_path:
     (tmp_path / f".x[1].{os.getpid()}.partial").touch()
     NOTE.write(path, b"note: at last")
     assert names(tmp_path) == sorted([path.name, *others])
+
+
+def test_no_file_that_a_server_would_take_for_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(StatisticsError, match=r"a server would load x\.safetensors with its weigh"):
+        NOTE.write(tmp_path / "x.safetensors", b"note: one")
+    NOTE.write(tmp_path / "x.note", b"note: one")
+    assert names(tmp_path) == ["config.json", "x.note"]

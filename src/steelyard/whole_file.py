@@ -53,6 +53,11 @@ class FileKind:
             ) from error
         if mode:
             self._check_replaceable(path, mode)
+        elif path.suffix == ".safetensors" and (path.parent / "config.json").exists():
+            raise self.error(
+                f"{path.parent} holds a model, and a server would load {path.name} with its "
+                f"weights; save the {self.what} in another folder"
+            )
         if not os.access(path.parent, os.W_OK | os.X_OK):
             raise self.error(
                 f"{path.parent} is not a folder that you may write to, so {path.name} cannot be "
