@@ -19,7 +19,7 @@ READY_DEV := $(VENV)/.installed-dev-$(PACKAGES)
 READY_OLDEST := $(OLDEST)/.installed-$(PACKAGES)
 
 OLDEST_TESTS := $(wildcard tests/observers tests/conformance tests/properties tests/kernels tests/checkpoint)
-OLDEST_TESTS += tests/pipelines/test_gptq.py  # which stores g_idx only there
+OLDEST_TESTS += tests/algorithms/test_gptq.py  # which stores g_idx only there
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-oldest browser check docs bench e2e clean

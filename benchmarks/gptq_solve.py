@@ -17,7 +17,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from llmcompressor.modifiers.gptq.gptq_quantize import quantize_weight
 
-from steelyard.kernels.gptq import activation_order, solve
+from steelyard.kernels.gptq_rounding import activation_order, solve
 
 SIZES = [
     *((288, 288, 32), (768, 288, 32), (288, 768, 32)),  # stories15M

@@ -29,10 +29,10 @@ from llmcompressor.observers.mse import NVFP4ExpandedMSEObserver
 
 import steelyard
 from steelyard import Observer, kernels
+from steelyard.kernels.grid_search import search_range
 from steelyard.kernels.pack import quantize_and_pack
 from steelyard.kernels.qparams import global_scale_of, scale_dtype_of
 from steelyard.kernels.range import range_of
-from steelyard.kernels.search import search_range
 from steelyard.observers import flatten_for_calibration
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

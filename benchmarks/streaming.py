@@ -150,9 +150,9 @@ def run(side: str, name: str, source: str, output: str) -> None:
 def ours(name: str, source: str, output: str):
     from steelyard import oneshot
     from steelyard.checkpoint import CheckpointView, CheckpointWriter
+    from steelyard.engine.stream import Stream
     from steelyard.modifiers import QuantizationModifier
-    from steelyard.pipelines.plan import Plan
-    from steelyard.pipelines.streaming import Stream
+    from steelyard.plan.plan import Plan
 
     scheme = CASES[name]
     if scheme is not None:

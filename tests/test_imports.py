@@ -21,13 +21,14 @@ LAYERS = (
     ("cli",),
     ("entry",),
     ("report", "evaluate"),
-    ("pipelines", "recipes"),
-    ("modifiers",),
-    ("calibration", "checkpoint"),
+    ("engine",),
+    ("plan", "algorithms", "recipes"),
+    ("modifiers", "model", "data"),
+    ("checkpoint",),
     ("observers",),
     ("distributed",),
     ("kernels", "demo"),
-    ("fusion", "errors", "registry", "whole_file"),
+    ("fusion", "errors", "registry", "whole_file", "words", "aliases"),
     ("foreign",),
 )
 DEPTH = {name: depth for depth, layer in enumerate(LAYERS) for name in layer}

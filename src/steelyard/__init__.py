@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from steelyard.aliases import install
+
 if TYPE_CHECKING:
-    from steelyard import calibration, errors, kernels, modifiers, observers
+    from steelyard import errors, kernels, modifiers, observers
     from steelyard.entry import oneshot
-    from steelyard.observers import Observer, QParamsDict, fuse_weight_observers
+    from steelyard.observers import Observer, QParamsDict, calibration, fuse_weight_observers
 
     __version__: str
+
+install()
 
 __all__ = [
     "Observer",

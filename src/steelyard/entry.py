@@ -6,8 +6,8 @@ import functools
 import inspect
 from typing import Any
 
-from steelyard.pipelines import oneshot as pipeline
-from steelyard.pipelines.result import Result
+from steelyard.engine import oneshot as pipeline
+from steelyard.engine.result import Result
 from steelyard.report import write_report
 
 __all__ = ["oneshot"]

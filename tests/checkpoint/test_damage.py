@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,14 +22,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 pytest.importorskip("transformers")
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE.parent / "pipelines")]
 
-from families import small_model, token_batches  # noqa: E402
+from families import small_model, token_batches
 
-from steelyard import oneshot  # noqa: E402
-from steelyard.cli.validate import _check  # noqa: E402
-from steelyard.modifiers import GPTQModifier, QuantizationModifier  # noqa: E402
+from steelyard import oneshot
+from steelyard.cli.validate import _check
+from steelyard.modifiers import GPTQModifier, QuantizationModifier
 
 Tensors = dict[str, torch.Tensor]
 Damage = Callable[[Path], None]

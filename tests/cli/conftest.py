@@ -10,11 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "pipelines")]
-
-from commands import Answer, Command, environment_with  # noqa: E402
+from commands import Answer, Command, environment_with
 
 WORDS = ["<s>", "<unk>", *(f"w{i}" for i in range(40))]
 RECIPE = """

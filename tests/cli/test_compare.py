@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from commands import Command
 
-from steelyard.pipelines.compare import compare
+from steelyard.engine.weight_comparison import compare
 from steelyard.report import Report, write_files
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from commands import Command
 
-from steelyard.evaluate import compare, evaluate, walking
+from steelyard.evaluate import divergence as compare
+from steelyard.evaluate import evaluate, walking
 from steelyard.report import Report
 
 

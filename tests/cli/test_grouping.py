@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from steelyard.cli.grouping import joined_lines, matching
-from steelyard.pipelines.module_names import grouped
+from steelyard.model.module_names import grouped
 
 
 def labels(names: list[str]) -> list[str]:

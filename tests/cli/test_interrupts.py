@@ -148,7 +148,7 @@ def test_ignored_stays_ignored() -> None:
 def test_a_command_says_that_it_was_interrupted(
     steelyard: Command, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from steelyard.pipelines import compare
+    from steelyard.engine import weight_comparison as compare
 
     def interrupted(*_: Any) -> None:
         os.kill(os.getpid(), signal.SIGINT)

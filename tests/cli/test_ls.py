@@ -10,9 +10,9 @@ from compressed_tensors.quantization import QuantizationStrategy
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 
 from steelyard.cli import known
+from steelyard.engine import oneshot as module
 from steelyard.modifiers import QuantizationModifier
 from steelyard.observers import Observer
-from steelyard.pipelines import oneshot as module
 
 
 def test_names_are_those_of_the_registries() -> None:

@@ -16,9 +16,9 @@ from commands import Command
 
 from steelyard.cli.app import build
 from steelyard.cli.mistakes import ARGUMENTS, WORDS, explain, in_options
+from steelyard.engine.oneshot import oneshot as run_oneshot
 from steelyard.errors import SteelyardError
 from steelyard.evaluate import evaluate
-from steelyard.pipelines.oneshot import oneshot as run_oneshot
 
 SOURCE = Path(__file__).parents[2] / "src" / "steelyard"
 

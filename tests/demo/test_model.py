@@ -12,7 +12,7 @@ from bigram import Bigram
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from steelyard.demo import calibration_texts, held_out_texts, model_folder
-from steelyard.pipelines.source import Source
+from steelyard.model.source import Source
 
 FOLDER = model_folder()
 FILES = ["config.json", "generation_config.json", "model.safetensors"]

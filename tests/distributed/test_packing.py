@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 import steelyard
-from steelyard.calibration.hessians import Partial  # declared there
+from steelyard.algorithms.module_result import ModuleResult
 from steelyard.checkpoint.shards import DTYPE_NAMES
 from steelyard.distributed.packing import pack, unpack
 from steelyard.errors import RanksError
-from steelyard.pipelines.result import ModuleResult
+from steelyard.observers.hessians import Partial  # declared there
 
 SOURCE = Path(steelyard.__file__).parent
 PLAIN = st.recursive(

@@ -21,9 +21,9 @@ from world import start
 
 from steelyard.checkpoint import CheckpointWriter
 from steelyard.distributed import Ranks, liveness
+from steelyard.engine import stream as streaming
+from steelyard.engine.oneshot import oneshot
 from steelyard.errors import DataError, RanksError
-from steelyard.pipelines import streaming
-from steelyard.pipelines.oneshot import oneshot
 
 WORLDS = (2, 3, 4)
 HANG = 25  # seconds until a rank stops waiting for the others

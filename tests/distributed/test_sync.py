@@ -25,7 +25,6 @@ from torch import distributed as dist
 from torch.testing import assert_close
 from world import start as start_world
 
-from steelyard.calibration import Calibration
 from steelyard.errors import StatisticsError
 from steelyard.observers import (
     IMatrixMSEObserver,
@@ -34,7 +33,8 @@ from steelyard.observers import (
     Observer,
     StaticMinMaxObserver,
 )
-from steelyard.observers.statistics import IN_ORDER
+from steelyard.observers.calibration import Calibration
+from steelyard.observers.joining import IN_ORDER
 
 WIDTH = 32
 ARGS = {

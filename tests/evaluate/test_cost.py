@@ -10,7 +10,7 @@ import torch
 from families import small_model
 from torch.utils.flop_counter import FlopCounterMode
 
-from steelyard.evaluate import compare
+from steelyard.evaluate import divergence as compare
 from steelyard.evaluate.cost import Costs
 
 

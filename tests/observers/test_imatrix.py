@@ -15,7 +15,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from torch.testing import assert_close
 
 from steelyard.errors import ImportanceError, ImportanceWarning, OptionError, StatisticsError
-from steelyard.kernels.search import search_range, shrink_factors
+from steelyard.kernels.grid_search import search_range, shrink_factors
 from steelyard.observers import IMatrixMSEObserver, MemorylessMSEObserver, Observer
 from steelyard.observers.helpers import flatten_for_calibration
 

@@ -13,8 +13,8 @@ from compressed_tensors.quantization import QuantizationArgs
 from torch.testing import assert_close
 
 from steelyard.errors import StatisticsError
+from steelyard.kernels.grid_search import search_range, shrink_factors
 from steelyard.kernels.qparams import global_scale_of, qparams_from_range
-from steelyard.kernels.search import search_range, shrink_factors
 from steelyard.observers import (
     MemorylessMinMaxObserver,
     MemorylessMSEObserver,

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
 from steelyard.kernels.backend import extension
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 
 
 def instruction_sets() -> list[str]:

@@ -11,11 +11,11 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs, preset_name_to_scheme
 from torch.testing import assert_close
 
-from steelyard.kernels.optimal import optimal_qparams
+from steelyard.kernels.grid_search import candidate_errors, search_range, shrink_factors
+from steelyard.kernels.optimal_search import optimal_qparams
 from steelyard.kernels.qparams import global_scale_of, qparams_from_range, scale_dtype_of
 from steelyard.kernels.range import range_of
 from steelyard.kernels.rounding import reconstruct
-from steelyard.kernels.search import candidate_errors, search_range, shrink_factors
 from steelyard.kernels.squares import sum_of_squares
 from steelyard.observers.helpers import flatten_for_calibration, view_blocks
 

@@ -14,8 +14,8 @@ from gptq_problems import DTYPES, FORMATS, hessian_of, nearest, qparams_of, solv
 from torch.testing import assert_close
 
 from steelyard.kernels import compiled
-from steelyard.kernels.gptq import activation_order, round_block
 from steelyard.kernels.gptq_grid import Grid
+from steelyard.kernels.gptq_rounding import activation_order, round_block
 
 every_format = pytest.mark.parametrize("args", FORMATS.values(), ids=FORMATS)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)

@@ -11,7 +11,7 @@ from gptq_problems import FORMATS, decoded, loss_of, nearest, packed, qparams_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steelyard.kernels.gptq import activation_order
+from steelyard.kernels.gptq_rounding import activation_order
 
 ROWS, COLUMNS = 6, 32
 NAMES = [

@@ -15,7 +15,7 @@ from steelyard.errors import RecipeError
 from steelyard.modifiers import QuantizationModifier
 from steelyard.recipes import load_recipe
 from steelyard.recipes.elsewhere import ELSEWHERE
-from steelyard.recipes.structure import modifier_names
+from steelyard.recipes.recipe_forms import modifier_names
 
 BASE = "quantization_stage.quantization_modifiers.QuantizationModifier"
 WRONG = """\

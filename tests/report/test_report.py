@@ -18,9 +18,9 @@ from reports import HOSTILE, hostile, layered
 import steelyard
 from steelyard import oneshot
 from steelyard.checkpoint import CheckpointWriter
+from steelyard.engine import oneshot as pipeline
 from steelyard.errors import ReportError
 from steelyard.modifiers import QuantizationModifier
-from steelyard.pipelines import oneshot as pipeline
 from steelyard.report import (
     ComparisonRow,
     Report,

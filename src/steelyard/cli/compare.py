@@ -11,14 +11,14 @@ import typer
 from steelyard.cli import options
 from steelyard.cli.grouping import joined_lines, matching
 from steelyard.cli.known import OBSERVERS, SCHEMES, completing, one_of
-from steelyard.cli.ranks import is_first
+from steelyard.cli.rank_streams import is_first
 from steelyard.cli.recipe import ignored_by
 from steelyard.cli.terminal import Column, number, print_document, print_line, print_table
 from steelyard.errors import ReportError
 from steelyard.whole_file import FileKind
 
 if TYPE_CHECKING:
-    from steelyard.pipelines.compare import Comparison
+    from steelyard.engine.weight_comparison import Comparison
 
 __all__ = ["compare"]
 
@@ -90,7 +90,7 @@ def compare(
             _comparison_file().check_place(report)
         except ReportError as error:
             raise typer.BadParameter(str(error)) from None
-    from steelyard.pipelines import compare as engine
+    from steelyard.engine import weight_comparison as engine
 
     found = engine.compare(
         model,
@@ -146,7 +146,7 @@ def write_comparison_report(comparison: Comparison, path: Path) -> None:
 
 
 def _page(comparison: Comparison) -> str:
-    from steelyard.pipelines.compare import layer_of, snr
+    from steelyard.engine.weight_comparison import layer_of, snr
     from steelyard.report import ComparisonRow, Report
 
     layers = {
@@ -179,7 +179,7 @@ def _page(comparison: Comparison) -> str:
 
 
 def print_comparison(comparison: Comparison) -> None:
-    from steelyard.pipelines.compare import snr
+    from steelyard.engine.weight_comparison import snr
 
     cases = [case for case in comparison.cases if not case.refused]
     letters = {case.label: _letter(i) for i, case in enumerate(cases)}

@@ -14,7 +14,7 @@ import typer
 
 from steelyard.cli import options
 from steelyard.cli.evaluate import numbers_of
-from steelyard.cli.ranks import is_first
+from steelyard.cli.rank_streams import is_first
 from steelyard.cli.terminal import (
     Column,
     duration,
@@ -25,7 +25,7 @@ from steelyard.cli.terminal import (
 )
 
 if TYPE_CHECKING:
-    from steelyard.pipelines.result import Result
+    from steelyard.engine.result import Result
 
 __all__ = ["demo"]
 
@@ -81,7 +81,7 @@ def demo(
     import torch
 
     from steelyard.demo import calibration_texts, held_out_texts, model_folder
-    from steelyard.pipelines.progress import progress
+    from steelyard.engine.progress import progress
 
     started = time.perf_counter()
     if output is not None:

@@ -11,7 +11,7 @@ import typer
 
 from steelyard.cli import options
 from steelyard.cli.mistakes import Interrupted
-from steelyard.cli.ranks import is_first
+from steelyard.cli.rank_streams import is_first
 from steelyard.cli.terminal import Column, number, print_document, print_line, print_table
 from steelyard.errors import ReportError
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import typer
 
-from steelyard.pipelines.module_names import NUMBER, label_of
+from steelyard.model.module_names import NUMBER, label_of
 
 __all__ = ["joined_lines", "matching"]
 

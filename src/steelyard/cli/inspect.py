@@ -19,8 +19,8 @@ from steelyard.cli.terminal import (
     shape_text,
     size,
 )
-from steelyard.pipelines.module_names import grouped
-from steelyard.pipelines.words import count
+from steelyard.model.module_names import grouped
+from steelyard.words import count
 
 if TYPE_CHECKING:
     from steelyard.checkpoint.contents import Contents, ModuleContents
@@ -49,7 +49,7 @@ def inspect(
     """
     keep = matching(filter)
     from steelyard.checkpoint.contents import read_contents
-    from steelyard.pipelines.model_folder import model_folder
+    from steelyard.model.model_folder import model_folder
 
     contents = read_contents(model_folder(model), keep, scales)
     if filter is not None and not contents.modules:

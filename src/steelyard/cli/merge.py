@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from steelyard.cli import options
-from steelyard.cli.ranks import is_first
+from steelyard.cli.rank_streams import is_first
 from steelyard.cli.terminal import print_document, print_line, size
-from steelyard.pipelines.words import count
+from steelyard.words import count
 
 __all__ = ["merge"]
 
@@ -45,7 +45,7 @@ def merge(
     for path in statistics:
         if not path.is_file():
             raise typer.BadParameter(f"there is no file {path}")
-    from steelyard.pipelines.statistics import merge_statistics
+    from steelyard.engine.statistics import merge_statistics
 
     if not is_first():  # one process is enough
         return

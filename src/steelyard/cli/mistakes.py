@@ -18,7 +18,7 @@ import typer
 
 from steelyard import errors
 from steelyard.cli.grouping import joined_lines
-from steelyard.cli.ranks import rank
+from steelyard.cli.rank_streams import rank
 from steelyard.foreign import printable, reason_of
 
 __all__ = [

@@ -8,11 +8,11 @@ from typing import Annotated
 import typer
 
 from steelyard.cli import options
-from steelyard.cli.ranks import is_first, join
+from steelyard.cli.rank_streams import is_first, join
 from steelyard.cli.recipe import recipe_from
 from steelyard.cli.terminal import duration, print_document, print_line, size
-from steelyard.pipelines.announce import STYLES
-from steelyard.pipelines.words import count
+from steelyard.engine.announce import STYLES
+from steelyard.words import count
 
 __all__ = ["observe"]
 
@@ -65,7 +65,7 @@ def observe(
       steelyard observe path/to/model --data calibration.txt --scheme FP8 -o statistics.safetensors
     """
     made = recipe_from(scheme, recipe, observer, ignore, targets)
-    from steelyard.pipelines.oneshot import oneshot
+    from steelyard.engine.oneshot import oneshot
 
     join()
     result = oneshot(

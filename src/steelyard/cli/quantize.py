@@ -9,7 +9,7 @@ import typer
 
 from steelyard.cli import options
 from steelyard.cli.mistakes import USAGE, Interrupted, in_options
-from steelyard.cli.ranks import is_first, join
+from steelyard.cli.rank_streams import is_first, join
 from steelyard.cli.recipe import recipe_from
 from steelyard.cli.terminal import (
     Column,
@@ -17,10 +17,10 @@ from steelyard.cli.terminal import (
     print_line,
     print_table,
 )
-from steelyard.pipelines.announce import STYLES
+from steelyard.engine.announce import STYLES
 
 if TYPE_CHECKING:
-    from steelyard.pipelines.result import Result
+    from steelyard.engine.result import Result
 
 __all__ = ["quantize"]
 
@@ -142,7 +142,7 @@ def quantize(
 
 def as_document(result: Result) -> dict[str, Any]:
     """Return what a run did, in JSON's types."""
-    from steelyard.pipelines.summary import report_in, stored_bytes
+    from steelyard.engine.summary import report_in, stored_bytes
 
     plan, folder = result.plan, result.output_dir
     before, after = plan.source_bytes, stored_bytes(result)
@@ -172,7 +172,7 @@ def _without_figures(details: dict[str, Any]) -> dict[str, Any]:
 
 def print_summary(result: Result) -> None:
     """Print what a run did, over a few lines."""
-    from steelyard.pipelines.summary import TITLES, error_rows, summary_lines
+    from steelyard.engine.summary import TITLES, error_rows, summary_lines
 
     print_table([Column(title, right=i > 0) for i, title in enumerate(TITLES)], error_rows(result))
     print_line()

@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import warnings
 
-from steelyard.cli.ranks import is_first
-from steelyard.pipelines.announce import announce
+from steelyard.cli.rank_streams import is_first
+from steelyard.engine.announce import announce
 
 __all__ = ["quiet"]
 

@@ -45,7 +45,7 @@ def recipe_from(
     if scheme is None:
         raise typer.BadParameter("one of --scheme and --recipe is missing, such as --scheme W4A16")
     from steelyard.modifiers import GPTQModifier, IMatrixGatherer, QuantizationModifier
-    from steelyard.modifiers.quantization.schemes import group_size_problem
+    from steelyard.modifiers.schemes import group_size_problem
 
     options: dict[str, Any] = {
         "ignore": ignored_by(ignore, targets),
@@ -90,6 +90,6 @@ def ignored_by(ignore: Sequence[str] | None, targets: Sequence[str] | None = Non
 
 def _weighs(observer: str) -> bool:
     from steelyard.observers import Observer
-    from steelyard.observers.importance import ImportanceObserver
+    from steelyard.observers.importance_base import ImportanceObserver
 
     return issubclass(Observer.get_value_from_registry(observer), ImportanceObserver)

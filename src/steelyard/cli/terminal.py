@@ -12,10 +12,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from steelyard.cli.ranks import is_first
+from steelyard import words
+from steelyard.cli.rank_streams import is_first
 from steelyard.foreign import printable
-from steelyard.pipelines import words
-from steelyard.pipelines.words import number, size, table_lines
+from steelyard.words import number, size, table_lines
 
 __all__ = [
     "SCHEMA",

@@ -61,7 +61,7 @@ def validate(
     original = None if source is None else options.existing_model(source)
     if full and original is None:
         raise typer.BadParameter("give the original model too, with --source", param_hint="--full")
-    from steelyard.pipelines.model_folder import model_folder
+    from steelyard.model.model_folder import model_folder
 
     folder = model_folder(checkpoint)
     origin = None if original is None else model_folder(original)
@@ -77,10 +77,10 @@ def validate(
 def _check(folder: Path, origin: Path | None, full: bool) -> Findings:
     from steelyard.checkpoint import CheckpointView, check_checkpoint
     from steelyard.checkpoint.written import WrittenCheckpoint
+    from steelyard.engine.progress import progress
     from steelyard.errors import CheckpointError
     from steelyard.fusion import fused_groups
-    from steelyard.pipelines.class_loading import loading_problems, tied_problems
-    from steelyard.pipelines.progress import progress
+    from steelyard.model.class_loading import loading_problems, tied_problems
 
     try:
         written = WrittenCheckpoint(folder, None)

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from steelyard.evaluate.result import Evaluation, EvaluationInterrupted
+from steelyard.evaluate.evaluation import Evaluation, EvaluationInterrupted
 
 if TYPE_CHECKING:
-    from steelyard.evaluate.compare import evaluate
+    from steelyard.evaluate.divergence import evaluate
 
 __all__ = ["Evaluation", "EvaluationInterrupted", "evaluate"]
 
@@ -22,7 +22,7 @@ __all__ = ["Evaluation", "EvaluationInterrupted", "evaluate"]
 def __getattr__(name: str) -> object:
     if name != "evaluate":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from steelyard.evaluate.compare import evaluate  # torch and transformers take seconds
+    from steelyard.evaluate.divergence import evaluate  # torch and transformers take seconds
 
     globals()[name] = evaluate
     return evaluate

@@ -17,10 +17,10 @@ from torch.nn import Module, Parameter
 from steelyard.checkpoint.config_file import check_patterns
 from steelyard.checkpoint.decoded import DecodedView
 from steelyard.errors import CheckpointError
-from steelyard.pipelines.model_folder import model_folder
-from steelyard.pipelines.schemes import apply_schemes
-from steelyard.pipelines.skeleton import build_skeleton
-from steelyard.pipelines.source import Source
+from steelyard.model.applied_schemes import apply_schemes
+from steelyard.model.model_folder import model_folder
+from steelyard.model.skeleton import build_skeleton
+from steelyard.model.source import Source
 
 __all__ = ["open_model"]
 

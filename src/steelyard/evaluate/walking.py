@@ -18,8 +18,8 @@ import torch
 
 from steelyard.errors import NonFiniteError, PipelineError
 from steelyard.evaluate.cost import Costs
-from steelyard.pipelines.sequential import Batch, LayerSequence
-from steelyard.pipelines.source import Source, computing_in
+from steelyard.model.blocks import Batch, LayerSequence
+from steelyard.model.source import Source, computing_in
 
 __all__ = ["DTYPE", "HiddenStates", "Walk", "default_memory"]
 

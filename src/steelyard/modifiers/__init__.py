@@ -1,8 +1,8 @@
-"""What a recipe is made of: each modifier says what to do to which modules, and with what."""
+"""The steps of a recipe: strict option records, each naming the algorithm that carries it out."""
 
-from steelyard.modifiers.base import Modifier
 from steelyard.modifiers.gptq import GPTQModifier
-from steelyard.modifiers.imatrix import IMatrixGatherer
-from steelyard.modifiers.quantization import QuantizationModifier
+from steelyard.modifiers.importance import IMatrixGatherer
+from steelyard.modifiers.modifier import Modifier
+from steelyard.modifiers.nearest import QuantizationModifier
 
 __all__ = ["GPTQModifier", "IMatrixGatherer", "Modifier", "QuantizationModifier"]

@@ -15,11 +15,11 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from pydantic import BaseModel, ValidationError
 
 from steelyard.errors import OptionError, RecipeError, UnknownNameError
-from steelyard.modifiers.base import Modifier
 from steelyard.modifiers.fields import Model, nested_models
 from steelyard.modifiers.locate import KeyPath, Problem, Source
-from steelyard.modifiers.quantization.observers import ObserverChoice
-from steelyard.modifiers.quantization.schemes import args_problem, target_problem
+from steelyard.modifiers.modifier import Modifier
+from steelyard.modifiers.observer_choice import ObserverChoice
+from steelyard.modifiers.schemes import args_problem, target_problem
 from steelyard.modifiers.wording import KINDS, first_line, got, told
 from steelyard.observers import Observer
 

@@ -23,9 +23,9 @@ from compressed_tensors.quantization import (
 )
 from pydantic import Field, field_validator, model_validator
 
-from steelyard.modifiers.base import Modifier
-from steelyard.modifiers.quantization.modifier import QuantizationModifier
-from steelyard.modifiers.quantization.schemes import args_problem
+from steelyard.modifiers.modifier import Modifier
+from steelyard.modifiers.nearest import QuantizationModifier
+from steelyard.modifiers.schemes import args_problem
 from steelyard.modifiers.targets import Target
 
 __all__ = ["GPTQModifier"]

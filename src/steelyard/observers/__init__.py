@@ -14,8 +14,8 @@ from steelyard.observers.min_max import (
     StaticMinMaxObserver,
 )
 from steelyard.observers.mse import MemorylessMSEObserver, MovingAverageMSEObserver
+from steelyard.observers.observer_options import ObserverOptions
 from steelyard.observers.optimal import OptimalObserver
-from steelyard.observers.options import ObserverOptions
 
 __all__ = [
     "IMatrixMSEObserver",

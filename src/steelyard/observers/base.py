@@ -22,8 +22,7 @@ from steelyard.errors import FusionError, NonFiniteError, NoStatisticsError, Str
 from steelyard.fusion import shared_parameter
 from steelyard.kernels.qparams import global_scale_of, qparams_from_range, scale_dtype_of
 from steelyard.kernels.range import range_of
-from steelyard.observers import statistics
-from steelyard.observers.checks import as_floats, check_type, describe_non_finite
+from steelyard.observers import joining as statistics
 from steelyard.observers.first_generation import FirstGeneration, construct
 from steelyard.observers.helpers import (
     check_strategy,
@@ -32,7 +31,8 @@ from steelyard.observers.helpers import (
     view_blocks,
 )
 from steelyard.observers.linked import disagreement
-from steelyard.observers.options import ObserverOptions, parse_options
+from steelyard.observers.observer_options import ObserverOptions, parse_options
+from steelyard.observers.type_checks import as_floats, check_type, describe_non_finite
 from steelyard.registry import Registry
 
 __all__ = ["Observer", "QParamsDict"]

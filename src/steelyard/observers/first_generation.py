@@ -23,8 +23,8 @@ import torch
 
 from steelyard.errors import NonFiniteError, OptionError, StrategyError, nearest
 from steelyard.kernels.qparams import global_scale_of
-from steelyard.observers.checks import describe_non_finite
 from steelyard.observers.helpers import count_tokens
+from steelyard.observers.type_checks import describe_non_finite
 
 if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationArgs

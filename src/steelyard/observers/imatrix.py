@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from steelyard.observers.base import Observer
-from steelyard.observers.importance import ImportanceObserver
+from steelyard.observers.importance_base import ImportanceObserver
 from steelyard.observers.mse import MemorylessMSEObserver, SearchOptions
 
 __all__ = ["IMatrixMSEObserver", "IMatrixOptions"]

@@ -9,7 +9,7 @@ from torch import distributed as dist
 
 from steelyard.observers.base import Observer, reads_blocks
 from steelyard.observers.moving_average import MovingAverageObserver
-from steelyard.observers.options import ObserverOptions
+from steelyard.observers.observer_options import ObserverOptions
 
 __all__ = ["MemorylessMinMaxObserver", "MinMaxObserver", "StaticMinMaxObserver"]
 

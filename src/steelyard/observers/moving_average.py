@@ -14,8 +14,8 @@ import torch
 from pydantic import Field
 
 from steelyard.observers.base import Observer
-from steelyard.observers.options import ObserverOptions
-from steelyard.observers.statistics import IN_ORDER
+from steelyard.observers.joining import IN_ORDER
+from steelyard.observers.observer_options import ObserverOptions
 
 __all__ = ["MovingAverageObserver", "MovingAverageOptions"]
 

@@ -1,4 +1,4 @@
-"""The best scale that can be stored, found exactly; kernels/optimal.py says why it is the best."""
+"""The best scale that can be stored, found exactly: see kernels/optimal_search.py."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import ClassVar
 import torch
 from pydantic import Field
 
-from steelyard.kernels.optimal import optimal_qparams
+from steelyard.kernels.optimal_search import optimal_qparams
 from steelyard.kernels.qparams import scale_dtype_of
 from steelyard.observers.base import Observer
-from steelyard.observers.importance import ImportanceObserver
-from steelyard.observers.options import ObserverOptions
+from steelyard.observers.importance_base import ImportanceObserver
+from steelyard.observers.observer_options import ObserverOptions
 from steelyard.observers.search import KeepsWeight
 
 __all__ = ["OptimalObserver", "OptimalOptions"]

@@ -12,10 +12,10 @@ from compressed_tensors.quantization import is_preset_scheme
 from steelyard.errors import RecipeError
 from steelyard.modifiers import Modifier
 from steelyard.modifiers.check import check_options
-from steelyard.modifiers.imatrix import gatherers_in
+from steelyard.modifiers.importance import gatherers_in
 from steelyard.modifiers.locate import Problem, Source
 from steelyard.recipes.dump import dump_modifiers
-from steelyard.recipes.structure import Entry, entries_of, wrong_object
+from steelyard.recipes.recipe_forms import Entry, entries_of, wrong_object
 from steelyard.recipes.yaml_text import read_yaml
 
 __all__ = ["Recipe", "load_recipe"]

@@ -24,8 +24,14 @@ squared: that of a weight over the weight's sum of squares. `decibels` makes a r
 noise of them.
 """
 
-from steelyard.report.files import add_evaluation, read_report, report_at, write_files, write_report
 from steelyard.report.report import SCHEMA_VERSION, Report
+from steelyard.report.report_files import (
+    add_evaluation,
+    read_report,
+    report_at,
+    write_files,
+    write_report,
+)
 from steelyard.report.sections import (
     ComparisonRow,
     LeftOut,

@@ -13,11 +13,12 @@ from typing import Any
 
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
+from steelyard.algorithms.module_result import ModuleResult
 from steelyard.checkpoint.layout import format_of
 from steelyard.checkpoint.shards import Shards
 from steelyard.checkpoint.written import PARAMETER
-from steelyard.pipelines.plan import Plan, Planned
-from steelyard.pipelines.result import ModuleResult, Result
+from steelyard.engine.result import Result
+from steelyard.plan.plan import Plan, Planned
 from steelyard.report.sections import LeftOut, ModuleReport, SchemeUse, Summary, decibels
 
 __all__ = ["left_of", "modules_of", "peak_memory", "summary_of"]

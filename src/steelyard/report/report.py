@@ -9,8 +9,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from steelyard.engine.result import Result
 from steelyard.errors import ReportError
-from steelyard.pipelines.result import Result
 from steelyard.report.gather import left_of, modules_of, summary_of
 from steelyard.report.page import page_of
 from steelyard.report.sections import ComparisonRow, Evaluation, LeftOut, ModuleReport, Summary

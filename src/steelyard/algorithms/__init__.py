@@ -1,0 +1,1 @@
+"""What modifiers do in a run, one file each."""

@@ -1,0 +1,45 @@
+"""Import paths that llm-compressor's users know, and the modules that answer to them.
+
+`import steelyard.modifiers.quantization` gives `steelyard.modifiers` itself: one class, one module,
+any number of names. Nothing is imported before a script asks for it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+__all__ = ["ALIASES", "install"]
+
+ALIASES = {
+    "steelyard.calibration": "steelyard.observers.calibration",
+    "steelyard.modifiers.base": "steelyard.modifiers.modifier",
+    "steelyard.modifiers.imatrix": "steelyard.modifiers.importance",
+    "steelyard.modifiers.quantization": "steelyard.modifiers",
+    "steelyard.modifiers.quantization.calibration": "steelyard.observers.calibration",
+    "steelyard.modifiers.quantization.gptq": "steelyard.modifiers.gptq",
+    "steelyard.modifiers.transform": "steelyard.modifiers",
+    "steelyard.modifiers.transform.imatrix": "steelyard.modifiers.importance",
+}
+"""Path -> the module that it stands for."""
+
+
+class _Aliases(MetaPathFinder, Loader):
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return ModuleSpec(name, self) if name in ALIASES else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        # the import system takes what stands here after this call
+        sys.modules[module.__name__] = import_module(ALIASES[module.__name__])
+
+
+def install() -> None:
+    """Answer to the aliases from now on; a second call changes nothing."""
+    if not any(isinstance(finder, _Aliases) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Aliases())  # before files: one name may lie below two paths

@@ -1,0 +1,39 @@
+"""The tensors that a file holds for one quantized module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from steelyard.checkpoint.layout import compressor_of, format_of, stored_tensors
+from steelyard.checkpoint.weight_errors import relative_error
+
+__all__ = ["DENSE", "Packed", "pack_module"]
+
+DENSE = "dense"
+"""The format of an ordinary model: rounded weights in their original type, no scales."""
+
+Packed = tuple[dict[str, torch.Tensor], float | None]
+"""What the file holds for a module, by leaf, and the relative error of its weight."""
+
+
+def pack_module(module: Any, format: str | None) -> Packed | None:
+    """Return what the file holds for a quantized module, and how far that is from its weight."""
+    scheme = getattr(module, "quantization_scheme", None)
+    parameters = {n: p.data for n, p in module._parameters.items() if p is not None}
+    weight = parameters.pop("weight", None)
+    if scheme is None or weight is None:
+        return None
+    parameters.pop("bias", None)
+    if scheme.weights is None:
+        kept = {} if format == DENSE else stored_tensors(weight, parameters, scheme)
+        return {**kept, "weight": weight}, None
+    errors = torch.zeros(len(weight), dtype=torch.float64)
+    if format == DENSE:
+        stored = stored_tensors(weight, parameters, scheme, errors=errors)
+        decoded = compressor_of(format_of(scheme)).decompress(stored, scheme)["weight"]
+        stored = {"weight": decoded.to(weight.dtype)}
+    else:
+        stored = stored_tensors(weight, parameters, scheme, format, errors=errors)
+    return stored, relative_error(float(errors.sum()), weight)

@@ -1,0 +1,1 @@
+"""Calibration data: from files, datasets and loaders to token ids."""

@@ -1,0 +1,1 @@
+"""Runs a plan: block by block with data, or file by file without."""

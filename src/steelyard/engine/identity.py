@@ -1,0 +1,86 @@
+"""What a run is made of: with the same of it, an unfinished run may be taken up again."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from steelyard.checkpoint import Shards
+from steelyard.model.processor import processor
+
+__all__ = ["digest_of", "identity_of", "sampled_digest", "versions"]
+
+_WHOLE = 16 << 20  # bytes of a file that is digested as a whole
+_BLOCKS, _BLOCK = 256, 16 << 10  # of a larger one: how many, and bytes of each
+_PACKAGES = ("steelyard", "compressed-tensors", "torch")
+
+
+def identity_of(
+    shards: Shards, recipe: str, options: dict[str, Any], tokens: Iterable[torch.Tensor] = ()
+) -> dict[str, Any]:
+    """Return all that the result depends on, by name, in JSON's types.
+
+    tokens: the calibration data, if there is any
+    """
+    config = (shards.folder / "config.json").read_bytes()
+    tokens = list(tokens)
+    return {
+        "version": versions(),
+        "source": {
+            "folder": str(shards.folder.resolve()),
+            "config.json": hashlib.sha256(config).hexdigest(),
+            **{file.name: _file(file) for file in shards.files},
+        },
+        "recipe": recipe,
+        "options": options,
+        "calibration data": digest_of(tokens),
+        **({"processor": processor()} if tokens else {}),
+    }
+
+
+def digest_of(tokens: Iterable[torch.Tensor]) -> str:
+    digest = hashlib.sha256()
+    for batch in tokens:
+        digest.update(str(tuple(batch.shape)).encode() + batch.contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def versions() -> dict[str, str]:
+    """Return those of the packages that the result depends on."""
+    return {name: _version(name) for name in _PACKAGES}
+
+
+def _file(path: Path) -> str:
+    status = path.stat()
+    digest = sampled_digest(path)[:16]
+    return f"{digest}, {status.st_size} bytes, changed at {status.st_mtime_ns}"
+
+
+def sampled_digest(path: Path) -> str:
+    """Return a digest of a file: of all of it up to 16 MiB, else of 256 evenly spaced blocks.
+
+    Another model of the same size differs in every block. A change of a few bytes may lie between
+    them; then the time of the change must tell.
+    """
+    size = path.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        if size <= _WHOLE:
+            digest.update(file.read())
+        else:
+            for index in range(_BLOCKS):  # the first holds the header, the last is the end
+                file.seek((size - _BLOCK) * index // (_BLOCKS - 1))
+                digest.update(file.read(_BLOCK))
+    return digest.hexdigest()
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except Exception:  # not installed as a package, such as a source tree on the path
+        return "unknown"

@@ -1,0 +1,317 @@
+"""Handing a quantized model's tensors to a checkpoint, module by module.
+
+Tensors keep the names that the source has for them. What is not quantized is copied from the source
+as it is, also tensors that the model class does not know.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from compressed_tensors.quantization import QuantizationConfig
+from torch.nn import Module
+
+from steelyard.checkpoint import CheckpointWriter, Shards, validate_checkpoint
+from steelyard.checkpoint.finite import check_finite, finite_pieces
+from steelyard.checkpoint.packed import DENSE, Packed, pack_module
+from steelyard.data.tokenizer import tokenizer_of
+from steelyard.distributed import Ranks
+from steelyard.errors import CheckpointInvalid, PipelineError
+from steelyard.fusion import fused_groups
+from steelyard.model.class_loading import loading_problems
+from steelyard.model.skeleton import own_buffers, parts_of
+from steelyard.model.source import Source
+from steelyard.plan.plan import Plan
+from steelyard.plan.written_config import written_config
+
+__all__ = ["Output"]
+
+
+class Output:
+    """Where the tensors of a run go; without a folder, nowhere.
+
+    format: a format for all quantized weights; None stores each scheme in its own
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        writer: CheckpointWriter | None,
+        tokenizer: Any,
+        format: str | None = None,
+    ) -> None:
+        self.source = source
+        self.writer = writer
+        self.tokenizer = tokenizer
+        self.format = format
+        self.done: set[str] = set()  # names in the source that are dealt with
+        self.plain: list[str] = []  # weights that are written as they were
+        self.errors: dict[str, float] = {}  # of the weights that are written, relative
+
+    @classmethod
+    @contextlib.contextmanager
+    def open(
+        cls,
+        source: Source,
+        folder: str | Path | None,
+        overwrite: bool,
+        tokenizer: Any,
+        identity: dict[str, Any] | None = None,
+        resume: bool = True,
+        ranks: Ranks | None = None,
+        max_shard_bytes: int = 5 * 10**9,
+        format: str | None = None,
+        keep_tokenizer: bool = False,
+    ) -> Iterator[Output]:
+        if folder is None:
+            yield cls(source, None, tokenizer)
+            return
+        with CheckpointWriter(
+            folder,
+            overwrite=overwrite,
+            keep_tokenizer=keep_tokenizer,
+            max_shard_bytes=max_shard_bytes,
+            source=source.origin,
+            identity=identity,
+            resume=resume,
+            ranks=ranks,
+        ) as writer:
+            if source.shards is None:  # it may have been changed since it was loaded
+                writer.source = None
+            yield cls(source, writer, tokenizer, format)
+
+    @property
+    def progress(self) -> list[dict[str, Any]]:
+        """How far an earlier run came, in the words of its last marks, one of each rank."""
+        return [] if self.writer is None else self.writer.progress
+
+    @property
+    def was_complete(self) -> bool:
+        """Whether an earlier run put all in place, and was killed before it could say so."""
+        return self.writer is not None and self.writer.finished
+
+    def add(
+        self,
+        root: Module,
+        prefix: str,
+        without: Module | None,
+        owners: Mapping[str, int] | None = None,
+    ) -> None:
+        """Write the quantized modules of `root`, and its other tensors if they lie in memory.
+
+        owners: which rank packs a module; the first rank writes them all
+        """
+        if self.writer is None:
+            return
+        ranks, owners = self.writer.ranks, owners or {}
+        left_out = set() if without is None else set(without.modules())
+        modules = {
+            f"{prefix}.{name}".strip("."): module
+            for name, module in root.named_modules()
+            if module not in left_out
+        }
+        packed: dict[str, Packed] = {}
+        if ranks.count > 1:  # else one after the other is packed and written
+            mine = {p: m for p, m in modules.items() if owners.get(p, 0) == ranks.rank}
+            packed = {
+                p: own for p, m in mine.items() if (own := pack_module(m, self.format)) is not None
+            }
+            for theirs in ranks.collect(packed):
+                packed.update(theirs)
+        for path, module in modules.items():
+            if not ranks.is_first:
+                self._release(module)
+                continue
+            parameters = {n: p.data for n, p in module._parameters.items() if p is not None}
+            if getattr(module, "quantization_scheme", None) is not None:
+                parameters = self._add_quantized(path, module, parameters, packed.pop(path, None))
+            parameters.update(own_buffers(module))
+            for leaf, value in parameters.items():
+                self._add(f"{path}.{leaf}".strip("."), value)
+            self._release(module)
+        self.errors.update(ranks.broadcast({p: e for p, e in self.errors.items() if p in modules}))
+
+    def _add_quantized(
+        self,
+        path: str,
+        module: Module,
+        parameters: dict[str, torch.Tensor],
+        packed: Packed | None,
+    ) -> dict[str, torch.Tensor]:
+        """Write what quantization made of a module; return what is left of its parameters."""
+        scheme: Any = module.quantization_scheme
+        weight = parameters.pop("weight", None)
+        bias = {"bias": parameters.pop("bias")} if "bias" in parameters else {}
+        assert self.writer is not None
+        if weight is None:  # attention: scales of its states
+            if self.format == DENSE:
+                return bias
+            for leaf, value in parameters.items():
+                if not (leaf.endswith("zero_point") and scheme.input_activations.symmetric):
+                    self.writer.add(self.source.key(f"{path}.{leaf}"), value)
+            return bias
+        stored, error = packed or pack_module(module, self.format) or ({}, None)
+        if error is not None:
+            self.errors[path] = error
+        key = self.source.key(f"{path}.weight")
+        if self.source.shards is not None and key not in self.source.shards:
+            raise PipelineError(
+                f"{path}.weight has no name in {self.source.shards.folder}; add {path} to ignore"
+            )
+        self.done.add(key)
+        for leaf, value in stored.items():
+            self.writer.add(self.source.key(f"{path}.{leaf}"), value)
+        return bias
+
+    def _add(self, name: str, value: torch.Tensor) -> None:
+        """Write an unquantized tensor that is in memory; those of a file are copied at the end."""
+        if self.source.shards is not None:
+            return
+        tied = getattr(self.source.model, "all_tied_weights_keys", None) or {}
+        if name in tied or name in self.done:
+            return
+        self.done.add(name)
+        assert self.writer is not None
+        # what the class joined on loading, such as experts, is saved as it was
+        for original, tensor in parts_of(self.source.model, name, value).items():
+            self._add_plain(original, tensor)
+
+    def _add_plain(self, name: str, tensor: torch.Tensor) -> None:
+        assert self.writer is not None
+        check_finite(name, tensor)
+        self.writer.add(name, tensor)
+        self._note_plain(name, tensor.ndim)
+
+    def _note_plain(self, name: str, dimensions: int) -> None:
+        if dimensions == 2 and name.endswith(".weight"):
+            self.plain.append(name.removesuffix(".weight"))
+
+    def _release(self, module: Module) -> None:
+        """Let go of the scales of a module that was filled from a file."""
+        if self.source.shards is None:
+            return
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None and leaf.endswith(("scale", "zero_point")):
+                meta = torch.nn.Parameter(parameter.data.to("meta"), requires_grad=False)
+                module._parameters[leaf] = meta
+
+    def finish(
+        self,
+        config: QuantizationConfig,
+        recipe: str,
+        modules: Mapping[str, Any],
+        plan: Plan,
+        progress: dict[str, Any] | None = None,
+        leave: Callable[[Path], None] | None = None,
+    ) -> Path | None:
+        """Copy what is left, write the configuration, and check what was written.
+
+        progress: what a later run is told if this one ends before the checkpoint is in place
+        leave:    called with the folder when it is found good, to put more files in it
+        """
+        if self.writer is None:
+            return None
+        if self.writer.finished:
+            return self.writer.output_dir
+        shards = self.source.shards
+        if shards is not None:
+            for name in shards.names():
+                if name not in self.done:
+                    self._note_plain(name, len(shards.info(name).shape))
+                    if name not in self.writer:
+                        self.writer.copy(name, shards, finite_pieces(name, shards))
+            self.writer.mark(progress or {})
+            self.writer.carry(shards)
+            self._carry_tokenizer()
+        else:
+            self._carry_from_model()
+        self.writer.write_text("recipe.yaml", recipe)
+        if self.format == DENSE:  # there is no scheme to hold it against, and no report of one
+            content = self.source.config()
+            content.pop("quantization_config", None)
+            return self.writer.finish(content)
+        content = written_config(self.source, config, plan, self.plain, self.format)
+        reported = {
+            self.source.module_key(name): m.error
+            for name, m in modules.items()
+            if m.error is not None
+        }
+
+        def check(folder: Path) -> None:
+            problems = validate_checkpoint(
+                folder,
+                source=shards,
+                reported=reported,
+                samples=min(8, 2 + len(reported) // 32),  # a small part of the run's own work
+                fused=_fused(self.source, plan),
+                allow_negative=_negative(config),
+                dtypes={self.source.module_key(p.name): p.dtype for p in plan.quantized},
+            )
+            unexpected = _unexpected(folder, content, plan)
+            if self.format is None and config == plan.config:
+                problems += unexpected
+            elif unexpected:  # the plan was made for another format, or before some had no tokens
+                warnings.warn("; ".join(unexpected), stacklevel=2)
+            if problems:
+                listed = "\n".join(f"  - {problem}" for problem in problems)
+                raise CheckpointInvalid(
+                    f"what was written to {folder} is not as it should be:\n{listed}\n"
+                    "It was not moved to its place; resume=False starts anew."
+                )
+            if leave is not None:
+                leave(folder)
+
+        return self.writer.finish(content, check)
+
+    def _carry_from_model(self) -> None:
+        """Write what belongs to a model beside its weights: that of its folder, else its own."""
+        assert self.writer is not None
+        model = self.source.model
+        origin = self.source.origin
+        if origin is not None and (origin / "config.json").is_file():
+            self.writer.carry_files(origin)
+        generation = getattr(model, "generation_config", None)
+        if generation is not None:
+            with tempfile.TemporaryDirectory() as temporary:
+                generation.save_pretrained(temporary)
+                self.writer.carry_files(Path(temporary))
+        self._carry_tokenizer()
+
+    def _carry_tokenizer(self) -> None:
+        """Write the tokenizer that was given, where the model came without."""
+        assert self.writer is not None
+        if self.tokenizer is None:
+            return
+        given = self.tokenizer
+        if isinstance(given, (str, Path)) and Path(given).is_dir():
+            self.writer.carry_tokenizer(Path(given))
+            return
+        with tempfile.TemporaryDirectory() as temporary:
+            tokenizer_of(given, self.source).save_pretrained(temporary)
+            self.writer.carry_files(Path(temporary))
+
+
+def _unexpected(folder: Path, content: Mapping[str, Any], plan: Plan) -> list[str]:
+    """Return what keeps transformers from loading the checkpoint, but for what the plan said."""
+    with Shards(folder) as written:
+        specs = {name: (written.info(name).dtype, written.info(name).shape) for name in written}
+    return [each for each in loading_problems(content, specs) if each not in plan.warnings]
+
+
+def _negative(config: QuantizationConfig) -> bool:
+    weights = [s.weights for s in config.config_groups.values() if s.weights is not None]
+    return any((args.observer_kwargs or {}).get("negative_scales") for args in weights)
+
+
+def _fused(source: Source, plan: Plan) -> list[tuple[str, ...]]:
+    """Return the names, as in the source, of modules that the server fuses."""
+    return [
+        tuple(source.module_key(name) for name in group)
+        for group in fused_groups(p.name for p in plan.quantized)
+    ]

@@ -1,0 +1,45 @@
+"""What a run leaves behind, beside the checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from steelyard.algorithms.module_result import ModuleResult
+from steelyard.engine.summary import summary
+from steelyard.foreign import printable
+from steelyard.plan.plan import Plan
+from steelyard.recipes import Recipe
+from steelyard.words import count
+
+__all__ = ["Result"]
+
+
+@dataclass(repr=False)
+class Result:
+    """What a run did; printed, a table of errors with sizes, warnings and notes.
+
+    model:    the module that was given, now quantized; None where the source was a folder
+    source:   the name of what was quantized
+    warnings: those of the notes that call for attention
+    """
+
+    plan: Plan
+    recipe: Recipe
+    modules: dict[str, ModuleResult] = field(default_factory=dict)
+    output_dir: Path | None = None
+    model: Any = None
+    seconds: float = 0.0
+    notes: list[str] = field(default_factory=list)
+    source: str = ""
+    warnings: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        planned_only = not self.modules and not self.seconds
+        return str(self.plan) if planned_only else summary(self)
+
+    def __repr__(self) -> str:
+        where = f", output_dir={str(self.output_dir)!r}" if self.output_dir is not None else ""
+        modules = count(len(self.modules), "module")
+        return f"<Result: {modules} of {printable(self.source)!r} quantized{where}>"

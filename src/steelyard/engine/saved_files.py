@@ -1,0 +1,35 @@
+"""Files that a run saves beside its checkpoint, checked before the work that they are made of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from steelyard.checkpoint.place import output_path
+from steelyard.engine.statistics_file import STATISTICS
+from steelyard.errors import PlanError
+from steelyard.modifiers.importance import gatherers_in
+from steelyard.observers.importance_file import IMPORTANCE
+from steelyard.recipes import Recipe
+
+__all__ = ["check_saved_files"]
+
+
+def check_saved_files(
+    recipe: Recipe, save_statistics: str | Path | None, output_dir: str | Path | None
+) -> None:
+    """Refuse files that could not be written at the end, or would be lost with the old output."""
+    wanted = [(IMPORTANCE, g.save_to) for g in gatherers_in(recipe.modifiers) if g.save_to]
+    files = [*wanted, *([(STATISTICS, save_statistics)] if save_statistics is not None else [])]
+    output = None if output_dir is None else output_path(output_dir)
+    seen: set[Path] = set()
+    for kind, path in files:
+        kind.check_place(path)
+        place = Path(path).resolve()
+        if place in seen:
+            raise PlanError(f"{path} is named twice, for two files; give each a name of its own")
+        seen.add(place)
+        if output is not None and output in (place, *place.parents):
+            raise PlanError(
+                f"{path} lies in the output folder, which is replaced as a whole; save the "
+                f"{kind.what} elsewhere, such as {output.with_name(place.name)}"
+            )

@@ -1,0 +1,331 @@
+"""From file to file: each tensor is read, quantized and written, and no model is ever built.
+
+Reading, computing and writing overlap: one thread reads ahead, one writes behind, and the kernels
+between them use all cores. What is on its way never exceeds a budget, so memory follows the largest
+tensor and not the checkpoint.
+
+Which tensors make up a shard is known beforehand, so several ranks can write shards of their own.
+Within a shard they are written in one order, whatever happens, so a run that is taken up again, or
+has another number of ranks, ends with the same bytes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from steelyard.algorithms.module_result import ModuleResult
+from steelyard.checkpoint import CheckpointView, CheckpointWriter, stored_tensors
+from steelyard.checkpoint.figures import figures_of
+from steelyard.checkpoint.finite import check_finite, finite_pieces
+from steelyard.checkpoint.shard_file import HEADER_ROOM, entry_bytes
+from steelyard.checkpoint.weight_errors import relative_error
+from steelyard.distributed import deal
+from steelyard.engine.progress import progress
+from steelyard.fusion import decided_together
+from steelyard.observers import Observer
+from steelyard.observers.importance_base import ImportanceObserver
+from steelyard.observers.importance_file import Importance
+from steelyard.plan.plan import Plan, Planned, search_time
+
+__all__ = ["Job", "Stream", "budget_of", "jobs_of", "quantize", "restack", "shards_of"]
+
+_LEAST = 128 << 20  # bytes on their way, even where all tensors are small
+_SHARDS = 16  # that a checkpoint is cut into, so that as many ranks can write,
+_LEAST_SHARD = 64 << 20  # as long as they do not get smaller than this, in bytes
+_HEADER = 64  # bytes of a header beside its entries
+_BUNDLE = 1 << 20  # bytes of small jobs that threads hand on together: doing so costs a millisecond
+
+Bundle = list[tuple[int, "Job"]]
+"""Jobs that are read, computed and written in one go, each with the shard that it belongs to."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Tensors that are dealt with together.
+
+    names:   those of the source that it takes
+    modules: what they are the weights of, if they are to be quantized; else they are copied
+    """
+
+    names: tuple[str, ...]
+    modules: tuple[Planned, ...] = ()
+
+    def nbytes(self, view: CheckpointView) -> int:
+        return sum(view.info(name).nbytes for name in self.names)
+
+    def stored(self, view: CheckpointView) -> tuple[int, int]:
+        """Return how many bytes it writes, and how many of a header it needs at most."""
+        if not self.modules:
+            infos = [(name, view.info(name)) for name in self.names]
+            return self.nbytes(view), sum(entry_bytes(n, len(i.shape)) for n, i in infos)
+        nbytes, header = 0, 0
+        for planned in self.modules:
+            nbytes += planned.stored_bytes
+            for leaf in planned.tensors:
+                header += entry_bytes(f"{planned.name}.{leaf}", 2)
+        return nbytes, header
+
+    def cost(self, view: CheckpointView) -> float:
+        """Return about how many seconds of one thread it takes."""
+        return self.nbytes(view) / 1e9 + sum(search_time(planned) for planned in self.modules)
+
+
+def jobs_of(view: CheckpointView, plan: Plan) -> list[Job]:
+    """Return what is to be done in the order of the files; layers with one scale go together."""
+    planned = {p.name: p for p in plan.quantized if p.scheme.weights is not None}
+    together = decided_together({name: p.scheme for name, p in planned.items()})
+    jobs: list[Job] = []
+    taken: set[str] = set()
+    for tensor in view.names():
+        name = tensor.removesuffix(".weight")
+        if name == tensor or name not in planned:
+            jobs.append(Job((tensor,)))
+        elif name not in taken:
+            names = together[name]
+            taken.update(names)
+            jobs.append(Job(tuple(f"{n}.weight" for n in names), tuple(planned[n] for n in names)))
+    return jobs
+
+
+def shards_of(view: CheckpointView, jobs: Sequence[Job], at_most: int) -> list[list[Job]]:
+    """Return the jobs of each shard, in order: about 16 shards of one size, if they are not small.
+
+    at_most: bytes of a shard, unless one job is larger
+    """
+    sizes = [job.stored(view) for job in jobs]
+    room = min(max(sum(size for size, _ in sizes) // _SHARDS, _LEAST_SHARD), at_most)
+    shards: list[list[Job]] = []
+    nbytes, header = 0, _HEADER
+    for job, (size, entries) in zip(jobs, sizes, strict=True):
+        if not shards or nbytes + size > room or header + entries > HEADER_ROOM:
+            shards.append([])
+            nbytes, header = 0, _HEADER
+        shards[-1].append(job)
+        nbytes += size
+        header += entries
+    return shards
+
+
+def restack(view: CheckpointView, plan: Plan) -> None:
+    """Leave the stacked experts of which none is to be quantized as they are stored."""
+    planned = {f"{p.name}.weight" for p in plan.quantized}
+    for stack in list(view.stacks):
+        if not planned.intersection(stack.experts):
+            view.restack(stack)
+
+
+def budget_of(view: CheckpointView, jobs: Sequence[Job]) -> int:
+    """Return how many bytes of the source may be on their way at once."""
+    return max(_LEAST, 2 * max((j.nbytes(view) for j in jobs if j.modules), default=0))
+
+
+@torch.no_grad()
+def quantize(
+    modules: Sequence[Planned], weights: Sequence[torch.Tensor], importance: Importance
+) -> Iterator[tuple[dict[str, torch.Tensor], ModuleResult]]:
+    """Yield what the file holds for each weight, and how far that is from it."""
+    observers = []
+    for planned in modules:
+        args = planned.scheme.weights
+        assert args is not None
+        name = args.observer or "memoryless_minmax"
+        observer = Observer.load_from_registry(name, base_name="weight", args=args)
+        observer.module_name = planned.name
+        if isinstance(observer, ImportanceObserver) and planned.name in importance:
+            observer.add_importance(*importance[planned.name])
+        observers.append(observer)
+    Observer.fuse(observers)
+    for observer, weight in zip(observers, weights, strict=True):
+        observer(weight)
+    for planned, observer, weight in zip(modules, observers, weights, strict=True):
+        found: dict[str, Any] = dict(observer.get_qparams())
+        qparams = {f"weight_{k}": v for k, v in found.items() if v is not None}
+        errors = torch.empty(len(weight), dtype=torch.float64)
+        stored = stored_tensors(weight, qparams, planned.scheme, errors=errors)
+        assert planned.scheme.weights is not None
+        details = {"figures": figures_of(weight, qparams, planned.scheme.weights)}
+        yield stored, ModuleResult(relative_error(float(errors.sum()), weight), 0, details)
+
+
+class Stream:
+    """One pass over a checkpoint; this rank's part of it, where there are several.
+
+    modules: what became of each module, filled as they are done
+    state:   called at a mark; returns what it records
+    importance: of the modules whose observers use it, from a file
+    """
+
+    def __init__(
+        self,
+        view: CheckpointView,
+        plan: Plan,
+        writer: CheckpointWriter,
+        modules: dict[str, ModuleResult],
+        state: Callable[[], dict[str, Any]],
+        importance: Importance | None = None,
+        show: bool | None = None,
+    ) -> None:
+        self.view = view
+        self.writer = writer
+        self.modules = modules
+        self.state = state
+        self.importance = importance or {}
+        self.show = show
+        jobs = jobs_of(view, plan)
+        self.shards = shards_of(view, jobs, writer.max_shard_bytes)
+        self.budget = budget_of(view, jobs)
+        self.done: dict[int, int] = {}  # shard -> its jobs that are done
+        self.jobs: list[tuple[int, Job]] = []  # those left to this rank, and their shards
+        self._shard = -1  # the one that is being written
+        self._stopped = False  # nothing may be written any more
+        self._mark_cost = 0.0  # seconds that the last mark took: it names all modules so far
+
+    def run(self, done: dict[int, int]) -> None:
+        """Do what is left of the jobs; `done` is what an earlier run did of each shard."""
+        self.done = done
+        ranks, complete = self.writer.ranks, self.writer.is_complete
+        left = [i for i in range(len(self.shards)) if not complete(i)]
+        costs = [sum(job.cost(self.view) for job in self.shards[i]) for i in left]
+        owners = deal(costs, ranks.count)
+        mine = [i for i, owner in zip(left, owners, strict=True) if owner == ranks.rank]
+        self.jobs = [(i, job) for i in mine for job in self.shards[i][done.get(i, 0) :]]
+        total = sum(job.nbytes(self.view) for i in mine for job in self.shards[i])
+        waiting = sum(job.nbytes(self.view) for _, job in self.jobs)
+        reading, writing = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        with progress("quantizing", total, self.show, unit="bytes") as advance:
+            advance(total - waiting)
+            try:
+                self._run(reading, writing, advance)
+            except BaseException:
+                self._stopped = True
+                raise
+            finally:
+                for pool in (reading, writing):
+                    pool.shutdown(cancel_futures=True)
+        for i in mine:  # also those of which only the end was missing
+            self.writer.at(i)
+        self.writer.join()
+
+    def _run(
+        self,
+        reading: ThreadPoolExecutor,
+        writing: ThreadPoolExecutor,
+        advance: Callable[[int], None],
+    ) -> None:
+        bundles = list(self._bundles())
+        ahead: deque[tuple[Bundle, int, Future[list[list[torch.Tensor]]]]] = deque()
+        behind: deque[tuple[int, Future[None]]] = deque()
+        waiting, on_the_way = 0, 0
+
+        def finish_oldest() -> None:
+            nonlocal on_the_way
+            size, written = behind.popleft()
+            written.result()
+            on_the_way -= size
+            advance(size)
+
+        while waiting < len(bundles) or ahead:
+            while waiting < len(bundles):
+                bundle, size = bundles[waiting]
+                if on_the_way and on_the_way + size > self.budget:
+                    break
+                on_the_way += size
+                ahead.append((bundle, size, reading.submit(self._read_all, bundle)))
+                waiting += 1
+            if not ahead:  # all that is on its way waits to be written
+                finish_oldest()
+                continue
+            bundle, size, read = ahead.popleft()
+            weights = read.result()
+            stored = [
+                list(quantize(job.modules, each, self.importance)) if job.modules else []
+                for (_, job), each in zip(bundle, weights, strict=True)
+            ]
+            behind.append((size, writing.submit(self._write_all, bundle, weights, stored)))
+            del weights, stored, read
+            while behind and (behind[0][1].done() or on_the_way > self.budget):
+                finish_oldest()
+        while behind:
+            finish_oldest()
+
+    def _bundles(self) -> Iterator[tuple[Bundle, int]]:
+        """Yield the jobs in order, small ones together, and the bytes that they read."""
+        bundle: Bundle = []
+        total = 0
+        for shard, job in self.jobs:
+            size = job.nbytes(self.view)
+            if bundle and total + size > _BUNDLE:
+                yield bundle, total
+                bundle, total = [], 0
+            bundle.append((shard, job))
+            total += size
+        if bundle:
+            yield bundle, total
+
+    def _read_all(self, bundle: Bundle) -> list[list[torch.Tensor]]:
+        return [self._read(job) for _, job in bundle]
+
+    def _write_all(
+        self,
+        bundle: Bundle,
+        weights: list[list[torch.Tensor]],
+        stored: list[list[tuple[dict[str, torch.Tensor], ModuleResult]]],
+    ) -> None:
+        for (shard, job), each, made in zip(bundle, weights, stored, strict=True):
+            self._write(shard, job, each, made)
+
+    def _read(self, job: Job) -> list[torch.Tensor]:
+        """Return the tensors of a job; what is only copied and large is left to the writer."""
+        if not job.modules and job.nbytes(self.view) > self.budget // 4:
+            return []
+        return [self.view.read(name) for name in job.names]
+
+    def _write(
+        self,
+        shard: int,
+        job: Job,
+        weights: list[torch.Tensor],
+        stored: list[tuple[dict[str, torch.Tensor], ModuleResult]],
+    ) -> None:
+        if self._stopped:  # else a job could follow one that failed or was cancelled
+            return
+        try:
+            self.writer.ranks.look()
+            if shard != self._shard:
+                self.writer.ranks.at(f"shard {shard + 1} of {len(self.shards)}")
+                self._shard = shard
+            self.writer.at(shard)
+            self._put(job, weights, stored)
+            self.done[shard] = self.done.get(shard, 0) + 1
+            if self.writer.due(self._mark_cost):
+                started = time.thread_time()  # does not count the wait for the disk
+                self.writer.mark(self.state())
+                self._mark_cost = time.thread_time() - started
+        except BaseException:
+            self._stopped = True
+            raise
+
+    def _put(
+        self,
+        job: Job,
+        weights: list[torch.Tensor],
+        stored: list[tuple[dict[str, torch.Tensor], ModuleResult]],
+    ) -> None:
+        for planned, (tensors, result) in zip(job.modules, stored, strict=True):
+            for leaf, tensor in tensors.items():
+                self.writer.add(f"{planned.name}.{leaf}", tensor)
+            self.modules[planned.name] = result
+        if not job.modules:
+            for i, name in enumerate(job.names):
+                if weights:
+                    check_finite(name, weights[i])
+                    self.writer.add(name, weights[i])
+                else:
+                    self.writer.copy(name, self.view, finite_pieces(name, self.view))

@@ -1,0 +1,81 @@
+"""What a run did, over a few lines: for `print(result)` and for the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from steelyard.checkpoint import Shards
+from steelyard.foreign import printable
+from steelyard.model.module_names import grouped
+from steelyard.words import count, duration, number, size, table_lines
+
+if TYPE_CHECKING:
+    from steelyard.engine.result import Result
+
+__all__ = ["TITLES", "error_rows", "report_in", "stored_bytes", "summary", "summary_lines"]
+
+TITLES = ("modules", "count", "error", "worst")
+"""Of the columns of `error_rows`; all but the first are numbers."""
+
+
+def summary(result: Result) -> str:
+    """Return a table of errors, and the lines below it."""
+    rows = error_rows(result)
+    lines = [*table_lines(TITLES, rows), ""] if rows else []
+    return printable("\n".join([*lines, *summary_lines(result)]), keep="\n")
+
+
+def error_rows(result: Result) -> list[list[str]]:
+    """Return name, count, median and worst error of modules that differ only in their layer."""
+    schemes = {p.name: id(p.scheme) for p in result.plan.quantized}
+    names = [name for name in result.modules if name in schemes]
+    rows = []
+    for label, members in grouped(names, str, lambda name: schemes[name]):
+        errors = (result.modules[name].error for name in members)
+        known = sorted(error for error in errors if error is not None)
+        middle, worst = (known[len(known) // 2], known[-1]) if known else (None, None)
+        rows.append([label, str(len(members)), number(middle), number(worst)])
+    return rows
+
+
+def summary_lines(result: Result, said: Sequence[str] = ()) -> list[str]:
+    """Return sizes, what was not quantized, warnings, notes, and where everything is.
+
+    said: warnings that were shown already
+    """
+    plan = result.plan
+    before, after = plan.source_bytes, stored_bytes(result)
+    ratio = f", {before / after:.1f} times smaller" if after else ""
+    attention = f" and {count(len(plan.attention), 'attention module')}" if plan.attention else ""
+    lines = [
+        f"{count(len(result.modules), 'module')}{attention} quantized in "
+        f"{duration(result.seconds, digits=1)}: {size(before)} -> {size(after)}{ratio}"
+    ]
+    for reason in dict.fromkeys(left.reason for left in plan.left):
+        names = [left.name for left in plan.left if left.reason == reason]
+        labels = [label for label, _ in grouped(names, str, lambda _: None)]
+        lines.append(f"not quantized: {', '.join(labels)} ({reason})")
+    lines += [f"warning: {warning}" for warning in result.warnings if warning not in said]
+    lines += [f"note: {note}" for note in result.notes if note not in result.warnings]
+    if result.output_dir is not None:
+        lines.append(f"checkpoint: {result.output_dir}")
+    if (report := report_in(result.output_dir)) is not None:
+        lines.append(f"report: {report}")
+    return lines
+
+
+def report_in(folder: Path | None) -> Path | None:
+    """Return the report of a run, as a page or else as data."""
+    names = ("report.html", "report.json")
+    found = (folder / name for name in names) if folder is not None else ()
+    return next((path for path in found if path.is_file()), None)
+
+
+def stored_bytes(result: Result) -> int:
+    """Return how many bytes of tensors were written, or would be."""
+    if result.output_dir is None or not result.output_dir.is_dir():
+        return 0 if result.plan.errors else result.plan.output_bytes
+    with Shards(result.output_dir) as shards:
+        return shards.total_bytes

@@ -1,0 +1,299 @@
+"""Layer by layer: a model's decoder layers run one after another over cached hidden states.
+
+The model's own forward is asked once per batch what it would call each layer with. It runs with
+every layer standing aside: a layer notes its arguments (mask, position embeddings, whatever the
+class passes) and hands the hidden state on. After that layer i is called with those arguments and
+the true hidden states, so only one layer's weights need to be in memory.
+
+A model whose forward changes the hidden state between layers, or hands on more than that from one
+layer to the next, cannot be taken apart like that, and is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch.nn import Module, ModuleList
+
+from steelyard.checkpoint.tensor_file import save_tensors
+from steelyard.errors import CheckpointError, PipelineError
+from steelyard.model.own_forward import WITHOUT_DATA, own_forward
+from steelyard.model.until import Enough
+from steelyard.whole_file import sync
+
+__all__ = ["LayerSequence", "decoder_layers", "load_hidden", "save_hidden"]
+
+_AS_A_WHOLE = 'pipeline="basic" runs the model as a whole'
+
+
+@dataclass
+class Call:
+    """What the model passes to one layer besides the hidden state."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass
+class Batch:
+    """One batch on its way through the layers."""
+
+    input_ids: torch.Tensor
+    hidden: torch.Tensor
+    calls: list[Call] = field(default_factory=list)
+
+
+class _Withheld:
+    """Stands for a tensor that a layer returns beside the hidden state."""
+
+
+def decoder_layers(model: Any) -> tuple[str, ModuleList]:
+    """Return the list of layers that make up the model's depth, and its name."""
+    classes = set(getattr(model, "_no_split_modules", None) or ())
+    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else None
+    depth = getattr(config, "num_hidden_layers", None)
+    text = set(_text_model(model).modules())  # a vision tower may be as deep
+    lists = [(n, m) for n, m in model.named_modules() if isinstance(m, ModuleList) and len(m) > 0]
+    lists = [(n, m) for n, m in lists if m in text]
+    known = [(n, m) for n, m in lists if all(type(layer).__name__ in classes for layer in m)]
+    deep = [(n, m) for n, m in known or lists if depth is None or len(m) == depth]
+    if len(deep) != 1:
+        raise PipelineError(
+            f"{type(model).__name__} has {len(deep)} lists of {depth} layers, so it is not clear "
+            f"what runs one after another; {_AS_A_WHOLE}"
+        )
+    return deep[0]
+
+
+def _text_model(model: Any) -> Module:
+    """Return the part that decodes text; the model itself where that cannot be told."""
+    found: Module | None = model.get_decoder() if hasattr(model, "get_decoder") else None
+    if isinstance(found, Module) and any(isinstance(m, ModuleList) for m in found.modules()):
+        return found
+    whole: Module = model  # some classes call their output head the decoder
+    return whole
+
+
+class LayerSequence:
+    """The layers of a model, run one at a time over all batches."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.name, self.layers = decoder_layers(model)
+        self._shared: list[torch.Tensor] = []
+        self._beside: tuple[Any, ...] | None = None  # what layers return after the hidden state
+
+    @torch.no_grad()
+    def start(self, batches: list[torch.Tensor], advance: Callable[[], None]) -> list[Batch]:
+        """Embed every batch and learn what each layer will be called with.
+
+        The parameters outside the layers must be in memory, and those of the first layer.
+        """
+        started: list[Batch] = []
+        if not batches:  # as on a rank that got none
+            return started
+        self._look_at_outputs(batches[0][:, :1])
+        for input_ids in batches:
+            batch = Batch(input_ids, torch.empty(0))
+            previous: list[torch.Tensor] = []
+
+            def stand_aside(
+                index: int,
+                *args: Any,
+                batch: Batch = batch,
+                previous: list[torch.Tensor] = previous,
+                **kwargs: Any,
+            ) -> Any:
+                hidden, args, kwargs = _split(args, kwargs)
+                if index == 0:
+                    batch.hidden = hidden
+                elif hidden is not previous[0]:
+                    raise self._not_alone(f"changes the hidden state before layer {index}")
+                if _is_withheld((args, kwargs)):
+                    raise self._not_alone(
+                        f"passes more than the hidden state from layer {index - 1} to {index}"
+                    )
+                previous[:] = [hidden]
+                batch.calls.append(Call(self._share(args), self._share(kwargs)))
+                if index == len(self.layers) - 1:
+                    raise Enough
+                return self._output(hidden)
+
+            with (
+                own_forward(self.model, f"what is around {self.name}", _AS_A_WHOLE),
+                self._replaced(stand_aside),
+                contextlib.suppress(Enough),
+            ):
+                self.model(input_ids=input_ids, use_cache=False)
+            if len(batch.calls) != len(self.layers):
+                raise self._not_alone(
+                    f"calls {len(batch.calls)} of its {len(self.layers)} layers on token ids"
+                )
+            started.append(batch)
+            advance()
+        return started
+
+    @torch.no_grad()
+    def run(self, index: int, batch: Batch) -> torch.Tensor:
+        """Return what layer `index` makes of a batch; its weights must be in memory."""
+        call = batch.calls[index]
+        output: Any = batch.hidden
+        with (
+            own_forward(self.model, f"{self.name}.{index}", _AS_A_WHOLE),
+            contextlib.suppress(Enough),  # of an `Until`, whose user asks for no output
+        ):
+            output = self.layers[index](batch.hidden, *call.args, **call.kwargs)
+        hidden: torch.Tensor = output[0] if isinstance(output, tuple) else output
+        return hidden
+
+    @torch.no_grad()
+    def finish(self, batch: Batch) -> Any:
+        """Run what comes after the layers; its parameters must be in memory."""
+
+        def stand_aside(index: int, *args: Any, **kwargs: Any) -> Any:
+            hidden, _, _ = _split(args, kwargs)
+            return self._output(batch.hidden if index == len(self.layers) - 1 else hidden)
+
+        with (
+            own_forward(self.model, f"what comes after {self.name}", _AS_A_WHOLE),
+            self._replaced(stand_aside),
+        ):
+            return self.model(input_ids=batch.input_ids, use_cache=False)
+
+    def _look_at_outputs(self, input_ids: torch.Tensor) -> None:
+        """Run the first layer on one token to see what layers return beside the hidden state."""
+        found: list[Any] = []
+
+        def look(_module: Module, _args: Any, output: Any) -> None:
+            found.append(output)
+            raise Enough
+
+        versions = _versions(self.model)
+        handle = self.layers[0].register_forward_hook(look)
+        try:
+            with (
+                own_forward(self.model, f"{self.name}.0", WITHOUT_DATA),
+                contextlib.suppress(Enough),
+            ):
+                self.model(input_ids=input_ids, use_cache=False)
+        finally:
+            handle.remove()
+        if not found:
+            raise self._not_alone(f"does not call {self.name}.0 on token ids")
+        if versions != _versions(self.model):
+            raise PipelineError(
+                f"{type(self.model).__name__} changes its own weights when it runs, so they would "
+                f"not be those of the checkpoint; {WITHOUT_DATA}"
+            )
+        self._beside = None
+        if isinstance(found[0], tuple):
+            self._beside = tuple(_withheld(value) for value in found[0][1:])
+
+    def _output(self, hidden: torch.Tensor) -> Any:
+        """Return a hidden state in the form in which layers return it."""
+        return hidden if self._beside is None else (hidden, *self._beside)
+
+    def _not_alone(self, why: str) -> PipelineError:
+        return PipelineError(
+            f"{type(self.model).__name__} {why}, so its layers cannot run alone; {_AS_A_WHOLE}"
+        )
+
+    @contextlib.contextmanager
+    def _replaced(self, forward: Callable[..., Any]) -> Iterator[None]:
+        def bound(index: int) -> Callable[..., Any]:
+            return lambda *args, **kwargs: forward(index, *args, **kwargs)
+
+        before = [layer.__dict__.get("forward") for layer in self.layers]
+        try:
+            for index, layer in enumerate(self.layers):
+                layer.__dict__["forward"] = bound(index)
+            yield
+        finally:
+            for layer, present in zip(self.layers, before, strict=True):
+                del layer.__dict__["forward"]
+                if present is not None:
+                    layer.__dict__["forward"] = present
+
+    def _share(self, value: Any) -> Any:
+        """Keep one copy of tensors that are equal for many batches, such as masks."""
+        if isinstance(value, torch.Tensor):
+            for known in self._shared:
+                if known is value:
+                    return known
+                alike = known.shape == value.shape and known.dtype == value.dtype
+                if alike and torch.equal(known, value):
+                    return known
+            if len(self._shared) < 256:
+                self._shared.append(value)
+            return value
+        if isinstance(value, (tuple, list)):
+            return type(value)(self._share(v) for v in value)
+        if isinstance(value, dict):
+            return {k: self._share(v) for k, v in value.items()}
+        return value
+
+
+def _versions(model: Module) -> list[int]:
+    """Return how often each parameter was written to."""
+    return [0 if p.is_inference() else p._version for p in model.parameters()]
+
+
+def _withheld(value: Any) -> Any:
+    """Return a value without its tensors; anything that is done with those fails."""
+    if isinstance(value, torch.Tensor):
+        return _Withheld()
+    if isinstance(value, (tuple, list)):
+        return type(value)(_withheld(v) for v in value)
+    return value
+
+
+def _is_withheld(value: Any) -> bool:
+    if isinstance(value, (tuple, list, dict)):
+        return any(map(_is_withheld, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, _Withheld)
+
+
+def save_hidden(batches: Mapping[int, Batch], path: Path) -> None:
+    """Write what flows into the next layer; it is on the disk when this returns.
+
+    batches: by their place among all batches of the run, of which this may be a part
+    """
+    save_tensors({str(i): batch.hidden.contiguous() for i, batch in batches.items()}, path)
+    sync(path)
+
+
+def load_hidden(batches: Mapping[int, Batch], paths: Iterable[Path]) -> None:
+    """Read it, from the files of all ranks that there were; refuse them if a batch is missing."""
+    missing = {str(i) for i in batches}
+    for path in paths:
+        with safe_open(path, "pt") as file:
+            for name in missing.intersection(file.keys()):
+                batch, hidden = batches[int(name)], file.get_tensor(name)
+                if hidden.shape != batch.hidden.shape:
+                    raise CheckpointError(
+                        f"{path} has hidden states of shape {tuple(hidden.shape)} for batch "
+                        f"{name}, which has {tuple(batch.hidden.shape)}; start anew with "
+                        "resume=False"
+                    )
+                batch.hidden = hidden.to(batch.hidden.device)
+                missing.remove(name)
+    if missing:
+        raise CheckpointError(
+            f"the unfinished run kept no hidden states for {len(missing)} of {len(batches)} "
+            "batches; start anew with resume=False"
+        )
+
+
+def _split(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]]:
+    """Separate the hidden state from all else that a layer is called with."""
+    if args:
+        return args[0], args[1:], kwargs
+    return kwargs["hidden_states"], (), {k: v for k, v in kwargs.items() if k != "hidden_states"}

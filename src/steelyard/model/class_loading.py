@@ -1,0 +1,255 @@
+"""Whether transformers would load a quantized checkpoint, asked before it is written and after.
+
+Its class is built on the meta device with the written config. Every tensor of the files must have a
+place in it and every parameter of it a tensor, unless it is tied; and the class must be able to do
+without the weights that are packed. Nothing is read but names, types and shapes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+from compressed_tensors.utils.match import is_match, match_targets
+from torch.nn import Embedding, Linear
+
+from steelyard.checkpoint.layout import expected_tensors, format_of
+from steelyard.checkpoint.written import PARAMETER
+from steelyard.errors import StrategyError
+from steelyard.foreign import reason_of
+from steelyard.model.meta_parameters import parameters_on_meta
+from steelyard.model.model_class import (
+    MOST_PARAMETERS,
+    ModelClass,
+    NoModelClass,
+    build,
+    tied_modules,
+)
+
+__all__ = ["ONLY_TRANSFORMERS", "loading_problems", "tied_problems"]
+
+Specs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+"""Tensors of a checkpoint: type and shape by name."""
+
+ONLY_TRANSFORMERS = frozenset({"mt5", "rwkv", "t5", "umt5", "xlnet"})
+"""Model types that vLLM's registry of January 2026 does not have, nor runs through transformers.
+
+What transformers cannot load of these, nothing does.
+"""
+
+_LOADS = "With FP8_DYNAMIC it loads"
+
+
+def loading_problems(config: Mapping[str, Any], tensors: Specs) -> list[str]:
+    """Return what keeps transformers from loading a checkpoint, a sentence each.
+
+    config: as config.json has it, with the quantization_config
+    A model that transformers does not know has none: there is no class to hold it against.
+    """
+    tensors = dict(sorted(tensors.items()))  # the same sentences, in whatever order they come
+    try:
+        model = build(config)
+    except NoModelClass:
+        return []
+    import transformers
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    content = config["quantization_config"]
+    quantizer = AutoHfQuantizer.from_config(dict(content), pre_quantized=True)
+    quantizer.validate_environment(device_map=None)
+    try:
+        with parameters_on_meta(MOST_PARAMETERS):  # Llama 4's experts become Linear layers
+            quantizer._convert_model_for_quantization(model)
+        known = ModelClass(model, {_plain(name) for name in tensors})
+        places = known.find_places(tensors, quantizer)
+    except Exception as error:  # conversions that were not made for quantized weights
+        problems = [
+            f"cannot load quantized weights of a {type(model).__name__} ({reason_of(error)}); "
+            "vLLM loads models with its own classes, where it has one"
+        ]
+    else:
+        schemes = _schemes(known, QuantizationConfig.model_validate(content))
+        problems = [*_places(known, tensors, schemes, *places), *_initialization(known, schemes)]
+    return [f"transformers {transformers.__version__} {problem}" for problem in problems]
+
+
+def tied_problems(config: Mapping[str, Any], tensors: Specs) -> list[str]:
+    """Return the quantized modules whose weight another module shares, a sentence each.
+
+    No server reads them: the other module would be given codes, or nothing.
+    """
+    try:
+        known = ModelClass.of(config, {_plain(name) for name in tensors})
+    except NoModelClass:
+        return []
+    tied = tied_modules(known.model)
+    owners = {name.rpartition(".")[0] for name in tensors if _plain(name) != name}
+    shared = {owner: tied.get(known.module_name(owner) or "") for owner in sorted(owners)}
+    return [
+        f"{name} is quantized and shares its weight with {other}, which cannot read it; quantize "
+        "the model again without that target"
+        for name, other in shared.items()
+        if other is not None
+    ]
+
+
+def _plain(name: str) -> str:
+    """Return the name that the weight of a quantized module had."""
+    module, _, leaf = name.rpartition(".")
+    return f"{module}.weight" if PARAMETER.fullmatch(leaf) and leaf != "weight" else name
+
+
+def _schemes(known: ModelClass, config: QuantizationConfig) -> dict[str, QuantizationScheme]:
+    """Return the scheme that compressed-tensors gives each module of the class."""
+    targets = {t: s for s in config.config_groups.values() for t in s.targets}
+    found = {}
+    for name, module in known.modules.items():
+        if isinstance(module, (Linear, Embedding)) and not is_match(name, module, config.ignore):
+            hits = match_targets(name, module, list(targets))
+            if hits:
+                found[name] = targets[hits[0]]
+    return found
+
+
+def _places(
+    known: ModelClass,
+    tensors: Specs,
+    schemes: Mapping[str, QuantizationScheme],
+    places: Mapping[str, str],
+    converted: Mapping[str, str],
+) -> Iterator[str]:
+    """Tensors without a place in the class, and places without a tensor."""
+    expected: dict[str, tuple[int, ...]] = {n: tuple(t.shape) for n, t in known.tensors.items()}
+    for name, scheme in schemes.items():
+        weight: Any = known.modules[name].weight
+        try:
+            needed = expected_tensors(scheme, weight.shape, weight.dtype)
+        except StrategyError as error:
+            yield (
+                f"expects {tuple(weight.shape)} for {name}.weight ({error}); config.json and the "
+                "files are not of one model"
+            )
+            return
+        del expected[f"{name}.weight"]
+        expected.update((f"{name}.{leaf}", shape) for leaf, (_, shape) in needed.items())
+    gone = known.missing()
+    joined = {name.removesuffix("weight") for name in known.converted}
+    stray = [n for n in tensors if places.get(n, converted.get(n)) not in expected]
+    experts = [n for n in stray if f"{n.rpartition('.')[0]}." in joined and _matters(n)]
+    experts += sorted(n for n in converted if not _broadcasts(n, tensors))
+    lists, stacks = {_list_of(n) for n in gone}, {n.rpartition(".")[0] for n in gone}
+    cut = [n for n in stray if _list_of(n) in stacks]
+    flat = _stacked_anew(known, converted)
+    experts += cut + flat + [n for n in stray if n.rpartition(".")[0] in lists]
+    if experts:
+        never = {*cut, *flat, *converted.keys() & set(stray)}  # in whatever format
+        remedy = "Ignored, they load" if never.issuperset(experts) else _LOADS
+        kind = "experts" if "expert" in experts[0] else "layers that its class joins"
+        yield (
+            f"does not load {kind} as they are stored here, such as "
+            f"{experts[0].rpartition('.')[0]}, and would give them other values. vLLM's own "
+            f"classes read them one by one. {remedy} in transformers too"
+        )
+    ours = {name for name in tensors if _plain(name) in known.places}
+    others = [name for name in stray if name in ours]
+    if others:
+        yield f"has no place for {_some(others)}. {_LOADS}; or ignore the module"
+    unfilled = [n for n in known.unfilled(expected, places, converted) if n not in set(gone)]
+    if unfilled and not experts:
+        yield f"would start {_some(unfilled)} anew, which no tensor fills. {_LOADS}; or ignore it"
+    for name, place in sorted(places.items()):
+        if place in expected and expected[place] != tuple(tensors[name][1]):
+            yield (
+                f"expects {expected[place]} for {place}, but {name} is {tuple(tensors[name][1])}; "
+                "config.json and the files are not of one model"
+            )
+
+
+def _stacked_anew(known: ModelClass, converted: Mapping[str, str]) -> list[str]:
+    """Return the scales of layers that are joined in a matrix: decoded, they become a stack."""
+    scales = [name for name in converted if name.endswith(".weight_scale")]
+    counts = Counter(converted[name] for name in scales)
+    flat = {p for p in counts if p in known.tensors and known.tensors[p].ndim == 2}
+    return [name for name in scales if converted[name] in flat and counts[converted[name]] > 1]
+
+
+def _list_of(name: str) -> str | None:
+    """Return the list that a tensor's module is in: `experts` for `experts.3.up_proj.weight`."""
+    parts = name.split(".")
+    numbers = [place for place, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[: numbers[-1]]) if numbers else None
+
+
+def _broadcasts(name: str, tensors: Specs) -> bool:
+    """Whether a scale multiplies its weight as it is, which transformers does with fp8 experts."""
+    weight = tensors.get(name.removesuffix("_scale"))
+    if not name.endswith(".weight_scale") or weight is None:
+        return True
+    pairs = zip(reversed(tensors[name][1]), reversed(weight[1]), strict=False)
+    return all(size in (1, whole) for size, whole in pairs)
+
+
+def _matters(name: str) -> bool:
+    """Whether a tensor is needed to decode a weight; static inputs only speed a server up."""
+    return not name.rpartition(".")[2].startswith(("input_", "output_"))
+
+
+def _initialization(known: ModelClass, schemes: Mapping[str, QuantizationScheme]) -> Iterator[str]:
+    """Classes that want the weight of a packed module while they are loaded."""
+    packed = [n for n, s in schemes.items() if s.weights is not None and _is_packed(s)]
+    parts = dict(known.model.named_modules())
+    from transformers import PreTrainedModel
+
+    owner: dict[str, Any] = {}  # the model that starts a module's weights
+    for name, module in parts.items():
+        above = owner.get(name.rpartition(".")[0], known.model)
+        owner[name] = module if isinstance(module, PreTrainedModel) else above
+    tried: set[tuple[type, type, bool]] = set()
+    with _without_weights(known, packed):
+        for name, module in parts.items():
+            kind = (type(owner[name]), type(module), name in schemes)
+            if kind in tried:
+                continue
+            tried.add(kind)
+            try:
+                with torch.no_grad():
+                    owner[name]._init_weights(module)
+            except AttributeError as error:
+                if "weight" in str(error):
+                    yield (
+                        f"cannot load packed weights of a {type(known.model).__name__}: it looks "
+                        f"for a weight of {name} that is packed ({error}); {_vllm(known)}"
+                    )
+                    return
+            except Exception:  # on the meta device a class may fail where it else does not
+                continue
+
+
+def _vllm(known: ModelClass) -> str:
+    if known.model.config.model_type in ONLY_TRANSFORMERS:
+        return "vLLM does not list this model. With FP8_DYNAMIC or W8A8 it loads"
+    return f"vLLM loads models with its own classes, where it has one. {_LOADS} in transformers too"
+
+
+def _is_packed(scheme: QuantizationScheme) -> bool:
+    return "weight" not in expected_tensors(scheme, (256, 256), torch.bfloat16) and (
+        format_of(scheme) != "dense"
+    )
+
+
+@contextlib.contextmanager
+def _without_weights(known: ModelClass, names: Iterable[str]) -> Iterator[None]:
+    kept = {name: known.modules[name]._parameters.pop("weight") for name in names}
+    try:
+        yield
+    finally:
+        for name, weight in kept.items():
+            known.modules[name]._parameters["weight"] = weight
+
+
+def _some(names: list[str]) -> str:
+    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]

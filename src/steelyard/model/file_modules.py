@@ -1,0 +1,170 @@
+"""The modules of a checkpoint's files, for recipes that need no model that runs.
+
+Where transformers knows the class, it says what each tensor belongs to. Elsewhere, and for tensors
+that the class does not have, names are all there is to go by: a two-dimensional `weight` is that of
+a Linear unless its name says that it is an embedding, a router or a norm, or its bias shows that it
+is stored the other way round. The plan says which modules were inferred so.
+"""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.nn import Embedding, Linear, Module, Parameter
+
+from steelyard.checkpoint.view import CheckpointView
+from steelyard.model.model_class import ModelClass, NoModelClass
+
+__all__ = ["FilesModel"]
+
+_EMBEDDING = re.compile(r"embed|^wte$|^wpe$|relative_attention_bias")
+_ROUTER = re.compile(r"^(gate|router|wg|shared_expert_gate)$")
+_NORM = re.compile(r"norm|^ln_?\d*$|^ln_")
+_TURNED = {"gpt2", "openai-gpt", "imagegpt", "decision_transformer"}  # whose Linear is a Conv1D
+_TURNED_LEAF = re.compile(r"^(c_attn|c_proj|c_fc|q_attn)$")
+
+
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+class Router(Module):
+    """Sends tokens to experts; a small matrix that decides much."""
+
+
+class Norm(Module):
+    """Scales and shifts."""
+
+
+class Conv1D(Module):
+    """A linear layer whose weight is stored as (in, out)."""
+
+
+class Other(Module):
+    """Holds tensors that are no weight of a Linear."""
+
+
+class FilesModel(Module):
+    """A tree of modules on the meta device, named and shaped as the tensors of a checkpoint.
+
+    known:       the class of transformers; None where it has none, and `unknown` says why
+    class_names: module of the files -> its name in the class
+    """
+
+    def __init__(self, view: CheckpointView) -> None:
+        super().__init__()
+        text = view.text_config
+        sizes = SimpleNamespace(
+            num_hidden_layers=_count(text.get("num_hidden_layers")),
+            hidden_size=_count(text.get("hidden_size")),
+        )
+        self.config = SimpleNamespace(get_text_config=lambda: sizes)
+        self.known: ModelClass | None = None
+        self.unknown = ""
+        stacks = [stack.name for stack in view.stacks]  # which the view cuts up
+        try:
+            self.known = ModelClass.of(view.config, [*view.names(), *stacks])
+        except NoModelClass as error:
+            self.unknown = str(error)
+        self._cut = {
+            weight
+            for stack in view.stacks
+            if self.known is not None and stack.name in self.known.places
+            for weight in stack.experts
+        }
+        self.class_names = {} if self.known is None else _class_names(self.known)
+        head = None if self.known is None else self.known.head
+        self._head = next((file for file, own in self.class_names.items() if own == head), None)
+        self.all_tied_weights_keys = _tied(view, self.known)
+        for name in view.names():
+            *path, leaf = name.split(".")
+            self._place(path, view, name)._parameters[leaf] = _parameter(view, name)
+
+    def _place(self, path: list[str], view: CheckpointView, name: str) -> Module:
+        """Return the module that a tensor belongs to; its children are made as they come."""
+        node: Module = self
+        for depth, part in enumerate(path):
+            child = node._modules.get(part)
+            if child is None:  # not `add_module`, which refuses names such as "config"
+                prefix = ".".join(path[: depth + 1])
+                child = node._modules[part] = _class_of(view, prefix, part, self.known)
+            node = child
+        return node
+
+    def get_output_embeddings(self) -> Module | None:
+        """Return the output head, where the class tells which module is."""
+        return None if self._head is None else self.get_submodule(self._head)
+
+    def inferred(self, name: str) -> bool:
+        """Whether only its name says what a module is."""
+        known = self.known
+        if known is None:
+            return True
+        weight = f"{name}.weight"
+        return not any(weight in names for names in (known.places, known.converted, self._cut))
+
+
+def _class_of(view: CheckpointView, prefix: str, leaf: str, known: ModelClass | None) -> Module:
+    weight = f"{prefix}.weight"
+    if weight not in view or len(shape := view.info(weight).shape) != 2:
+        return Other()
+    if view.info(weight).dtype not in _FLOATS:
+        return Other()  # codes of some other format
+    if known is not None and weight in known.places:
+        return _class_in(known, known.places[weight].rpartition(".")[0], leaf)
+    if _EMBEDDING.search(leaf):
+        return Embedding(1, 1, device="meta")
+    if _ROUTER.search(leaf) or ".router." in f".{prefix}.":
+        return Router()
+    if _NORM.search(leaf):
+        return Norm()
+    if view.config.get("model_type") in _TURNED and _TURNED_LEAF.search(leaf):
+        return Conv1D()
+    bias = view.info(f"{prefix}.bias").shape if f"{prefix}.bias" in view else (shape[0],)
+    if bias != (shape[0],):
+        return Conv1D() if bias == (shape[1],) else Other()
+    return Linear(1, 1, bias=False, device="meta")
+
+
+def _class_in(known: ModelClass, name: str, leaf: str) -> Module:
+    """Return a module of the kind that the class has; what is no Linear keeps its class's name."""
+    module = known.modules[name]
+    if isinstance(module, Embedding):
+        return Embedding(1, 1, device="meta")
+    if _ROUTER.search(leaf):
+        return Router()
+    if known.is_linear(name):
+        return Linear(1, 1, bias=False, device="meta")
+    stand_in: Module = type(type(module).__name__, (Module,), {})()
+    return stand_in
+
+
+def _class_names(known: ModelClass) -> dict[str, str]:
+    """Return the modules whose weights the class has under its own names."""
+    weights = [name.removesuffix(".weight") for name in known.places if name.endswith(".weight")]
+    pairs = ((name, known.module_name(name)) for name in weights)
+    return {name: own for name, own in pairs if own is not None}
+
+
+def _parameter(view: CheckpointView, name: str) -> Parameter:
+    info = view.info(name)
+    return Parameter(torch.empty(info.shape, dtype=info.dtype, device="meta"), requires_grad=False)
+
+
+def _tied(view: CheckpointView, known: ModelClass | None) -> dict[str, str]:
+    """Return the tensors that are one with another, by the files' names where they are stored."""
+    if known is not None:
+        stored = known.file_names()
+        pairs = dict(getattr(known.model, "all_tied_weights_keys", None) or {})
+        files = [(stored.get(str(a), str(a)), stored.get(str(b), str(b))) for a, b in pairs.items()]
+        return dict(files)
+    tied = view.config.get("tie_word_embeddings", view.text_config.get("tie_word_embeddings"))
+    heads = [n for n in view.names() if n.endswith("lm_head.weight")] or ["lm_head.weight"]
+    embeddings = [n for n in view.names() if n.endswith(("embed_tokens.weight", "wte.weight"))]
+    return {heads[0]: embeddings[0]} if tied is True and embeddings else {}
+
+
+def _count(value: Any) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 1

@@ -1,0 +1,259 @@
+"""A model class without weights, and which tensors of the files would fill it.
+
+The class may name tensors otherwise than the files do, and may join several in one: transformers
+is asked what it would save each as.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import Module, Parameter
+
+from steelyard.checkpoint import CheckpointView, Shards
+from steelyard.errors import PipelineError
+from steelyard.foreign import reason_of, show
+from steelyard.model.meta_parameters import parameters_on_meta
+from steelyard.model.model_class import ModelClass
+from steelyard.model.own_forward import WITHOUT_DATA
+
+__all__ = ["build_skeleton", "encoder_refusal", "own_buffers", "parts_of", "saved_as"]
+
+MORE, SPARE = 4, 100_000  # parameters that a model may have: for each tensor of the files, and more
+_LAYERS = re.compile(r"^(n|num)_(\w+_)?(layers?|blocks)$|^(en|de)coder_layers$")
+
+
+def build_skeleton(
+    folder: Path, shards: CheckpointView, trust_remote_code: bool
+) -> tuple[Any, dict[str, str], dict[str, list[str]]]:
+    """Return the model, and the names in the files of what fills it: one each, or several.
+
+    A model that cannot be filled tensor by tensor is loaded as a whole.
+    """
+    if refusal := encoder_refusal(shards.config, str(shards.config.get("model_type"))):
+        raise PipelineError(refusal)
+    skeleton = _skeleton(folder, shards, trust_remote_code)
+    keys, joined, missing = _keys(skeleton, shards)
+    if missing:
+        skeleton = _load_converted(folder, shards, skeleton, trust_remote_code)
+    _take_types(skeleton, keys, shards)
+    _fill_buffers(skeleton, keys, shards)
+    return skeleton.eval(), keys, joined
+
+
+def encoder_refusal(config: Mapping[str, Any], name: str) -> str | None:
+    """Return why a model with an encoder, such as T5 or Whisper, cannot run here; None for others.
+
+    name: what to call it where the config names no class
+    """
+    if config.get("is_encoder_decoder") is not True:
+        return None
+    classes = config.get("architectures")
+    name = str(classes[0]) if isinstance(classes, list) and classes else name
+    return (
+        f"{name} has an encoder and a decoder, and only models with a decoder alone can run on "
+        f"calibration data; {WITHOUT_DATA}"
+    )
+
+
+def _skeleton(folder: Path, shards: CheckpointView, trust_remote_code: bool) -> Any:
+    """Build the model class with parameters that hold nothing."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    _check_layers(shards)
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        if getattr(config, "quantization_config", None) is not None:  # which the view undoes
+            del config.quantization_config
+        dtype = _stored_dtype(config, shards)
+        options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
+        with parameters_on_meta(limit=MORE * len(shards) + SPARE):
+            if _has_sdpa(config):
+                with contextlib.suppress(ValueError):  # a part of the model may not have it
+                    return AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                        config, attn_implementation="sdpa", **options
+                    )
+            return AutoModelForCausalLM.from_config(config, **options)  # type: ignore[no-untyped-call]
+    except (PipelineError, MemoryError):
+        raise
+    except Exception as error:  # any kind, where a setting in config.json has a wrong type
+        kind = shards.config.get("model_type")
+        raise PipelineError(
+            f"{folder} is a {show(kind)}, for which transformers builds no causal language model "
+            f"({reason_of(error)}). Look at config.json, or load the model with its own class and "
+            "give that; a recipe that needs no calibration data works from the files alone"
+        ) from error
+
+
+def _check_layers(shards: CheckpointView) -> None:
+    """Refuse more layers than there are tensors: a configuration alone may take hours to build."""
+    parts = [shards.config, *(v for v in shards.config.values() if isinstance(v, dict))]
+    for key, value in (item for part in parts for item in part.items()):
+        if _LAYERS.search(key) and isinstance(value, (int, float)) and value > len(shards):
+            raise PipelineError(
+                f"{shards.folder / 'config.json'} has {key} {value:,}, but the files hold "
+                f"{len(shards):,} tensors; they are not of one model: download both again"
+            )
+
+
+def _keys(model: Any, shards: Shards) -> tuple[dict[str, str], dict[str, list[str]], list[str]]:
+    """Map the tensors of the model to their names in the files.
+
+    Return those that have one name, those that are joined from several, and those without.
+    """
+    prefix = f"{model.base_model_prefix}."
+    tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    keys: dict[str, str] = {}
+    joined: dict[str, list[str]] = {}
+    missing = []
+    renamed: dict[str, str] = {}  # what the class takes under other names than it saves
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, tensor in {**parameters, **dict(_persistent_buffers(model))}.items():
+        names = [name, name.removeprefix(prefix), f"{prefix}{name}"]
+        found = next((n for n in names if n in shards), None)
+        if found is not None:
+            keys[name] = found
+            if shards.info(found).shape != tuple(tensor.shape):
+                raise PipelineError(
+                    f"{found} is {shards.info(found).shape} in {shards.info(found).file}, but "
+                    f"config.json makes it {tuple(tensor.shape)}; they are not of one model"
+                )
+            continue
+        if tied.get(name) in keys:  # transformers takes a third of a second to tell that
+            keys[name] = keys[tied[name]]
+            continue
+        parts = parts_of(model, name, tensor.to("meta"))
+        if any(part not in shards for part in parts):
+            renamed = renamed or ModelClass(model, shards.names()).file_names()
+            if name in renamed and shards.info(renamed[name]).shape == tuple(tensor.shape):
+                keys[name] = renamed[name]
+            else:
+                missing += [name] if name in parameters else []
+        elif len(parts) == 1:
+            keys[name] = next(iter(parts))
+        elif _are_views(model, name, tensor):
+            joined[name] = list(parts)
+        else:
+            missing.append(name)
+    for name, other in tied.items():
+        if name in missing and other in keys:
+            keys[name] = keys[other]
+            missing.remove(name)
+    return keys, joined, missing
+
+
+def parts_of(model: Any, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return what transformers would save a tensor of the model as."""
+    return saved_as(model, {name: tensor})
+
+
+def saved_as(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return what transformers would save tensors of the model as, by the files' names."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    parts: dict[str, torch.Tensor] = revert_weight_conversion(model, tensors)
+    return parts
+
+
+def _are_views(model: Any, name: str, like: torch.Tensor) -> bool:
+    """Whether the parts of a tensor lie in its own memory, so that they can be filled there."""
+    whole = torch.empty(like.shape, dtype=like.dtype)  # not touched, so it takes no memory
+    start, end = whole.data_ptr(), whole.data_ptr() + whole.nbytes
+    parts = parts_of(model, name, whole).values()
+    inside = all(start <= part.data_ptr() < end for part in parts)
+    return inside and sum(part.numel() for part in parts) == whole.numel()
+
+
+def own_buffers(module: Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the buffers of one module that are saved with the model."""
+    for leaf, buffer in module._buffers.items():
+        if buffer is not None and leaf not in module._non_persistent_buffers_set:
+            yield leaf, buffer
+
+
+def _persistent_buffers(model: Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for prefix, module in model.named_modules():
+        for leaf, buffer in own_buffers(module):
+            yield f"{prefix}.{leaf}".strip("."), buffer
+
+
+def _take_types(model: Module, keys: dict[str, str], shards: Shards) -> None:
+    """Give parameters the types that they have in the files, whatever the config says."""
+    for prefix, module in model.named_modules():
+        for leaf, parameter in list(module._parameters.items()):
+            key = keys.get(f"{prefix}.{leaf}".strip("."))
+            if parameter is None or key is None or parameter.device.type != "meta":
+                continue
+            dtype = shards.info(key).dtype
+            if dtype != parameter.dtype:
+                meta = torch.empty(parameter.shape, dtype=dtype, device="meta")
+                module._parameters[leaf] = Parameter(meta, requires_grad=False)
+
+
+def _fill_buffers(model: Module, keys: dict[str, str], shards: Shards) -> None:
+    for name, buffer in _persistent_buffers(model):
+        if name in keys:
+            buffer.copy_(shards.read(keys[name]))
+
+
+def _load_converted(folder: Path, shards: CheckpointView, skeleton: Any, trust: bool) -> Any:
+    """Load a model whose class joins or renames what the files hold, such as stacked experts."""
+    from transformers import AutoModelForCausalLM
+
+    options: dict[str, Any] = {
+        "dtype": next(skeleton.parameters()).dtype,
+        "output_loading_info": True,
+    }
+    answer: Any
+    if "quantization_config" in shards.config:  # which transformers decodes in its own way
+        state = {name: shards.read(name) for name in shards.names()}
+        answer = type(skeleton).from_pretrained(
+            None, config=skeleton.config, state_dict=state, **options
+        )
+    else:
+        try:  # without the option it would open pytorch_model.bin, a pickle, where one is there
+            answer = AutoModelForCausalLM.from_pretrained(
+                folder, trust_remote_code=trust, use_safetensors=True, **options
+            )
+        except OSError as error:
+            raise PipelineError(
+                f"{folder}: the *.safetensors files lack tensors that {type(skeleton).__name__} "
+                f"needs ({str(error).splitlines()[0][:160]}); files of other kinds are not opened, "
+                "so copy or download the missing shards"
+            ) from error
+    loaded, report = answer
+    absent = sorted(report["missing_keys"])
+    if absent:
+        more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
+        raise PipelineError(
+            f"{folder} has no tensor for {absent[0]}{more}, which {type(skeleton).__name__} needs"
+        )
+    return loaded
+
+
+def _stored_dtype(config: Any, shards: Shards) -> torch.dtype:
+    stated = getattr(config, "dtype", None)
+    if isinstance(stated, torch.dtype):
+        return stated
+    sizes: dict[torch.dtype, int] = {}
+    for name in shards.names():
+        info = shards.info(name)
+        if info.dtype.is_floating_point:
+            sizes[info.dtype] = sizes.get(info.dtype, 0) + info.nbytes
+    return max(sizes, key=lambda d: sizes[d])
+
+
+def _has_sdpa(config: Any) -> bool:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        classes = AutoModelForCausalLM._model_mapping[type(config)]
+    except KeyError:
+        return False
+    one = classes[0] if isinstance(classes, tuple) else classes
+    return bool(getattr(one, "_supports_sdpa", False))

@@ -1,0 +1,295 @@
+"""The model to quantize: a skeleton without weights and the files that hold them, or a loaded one.
+
+Given a folder, the model class is built with its parameters on the meta device (buffers, such as
+rotary frequencies, are real), and `loaded` fills one module at a time from the shards. Given a
+loaded module, its weights are simply there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from compressed_tensors.quantization import QuantizationStatus
+from compressed_tensors.quantization.lifecycle.forward import forward_quantize
+from torch.nn import Module, Parameter
+
+from steelyard.checkpoint import CheckpointView
+from steelyard.errors import PipelineError
+from steelyard.model.file_modules import FilesModel
+from steelyard.model.model_class import ModelClass, NoModelClass
+from steelyard.model.model_folder import model_folder
+from steelyard.model.skeleton import build_skeleton, parts_of
+
+__all__ = ["Source", "computing_in", "fast_dtype", "rounded_once"]
+
+
+class Source:
+    """A causal language model, and where its weights are.
+
+    model:  the skeleton, or the module that was given
+    shards: the files behind the skeleton; None for a module that was given
+    keys:   tensor of the model -> its name in the files
+    joined: tensor of the model -> the names of what the class joins in it, such as experts
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        shards: CheckpointView | None = None,
+        keys: dict[str, str] | None = None,
+        joined: dict[str, list[str]] | None = None,
+    ) -> None:
+        self.model = model
+        self.shards = shards
+        self.keys = keys or {}
+        self.joined = joined or {}
+
+    @property
+    def in_memory(self) -> bool:
+        return all(p.device.type != "meta" for p in self.model.parameters())
+
+    @classmethod
+    def open(
+        cls, model: Any, revision: str | None = None, trust_remote_code: bool = False
+    ) -> Source:
+        """Open a folder, a name on the hub, or a loaded module."""
+        if isinstance(model, Module):
+            _check_module(model)
+            return cls(model)
+        folder = model_folder(model, revision)
+        shards = CheckpointView(folder, cut=False)
+        skeleton, keys, joined = build_skeleton(folder, shards, trust_remote_code)
+        return cls(skeleton, shards, keys, joined)
+
+    @classmethod
+    def from_files(cls, model: str | Path, revision: str | None = None) -> Source:
+        """Open a folder, or a name on the hub, without asking for its model class."""
+        view = CheckpointView(model_folder(model, revision))
+        return cls(FilesModel(view), view, {name: name for name in view.names()})
+
+    @property
+    def origin(self) -> Path | None:
+        """The folder that the model is read from, or was."""
+        if self.shards is not None:
+            return self.shards.folder
+        folder = Path(getattr(self.model, "name_or_path", "") or "")
+        return folder if str(folder) != "." and folder.is_dir() else None
+
+    def config(self) -> dict[str, Any]:
+        """Return what config.json says: that of the files, or of the loaded model as it is now."""
+        if self.shards is not None:
+            return dict(self.shards.config)
+        content: dict[str, Any] = json.loads(self.model.config.to_json_string(use_diff=False))
+        content["architectures"] = content.get("architectures") or [type(self.model).__name__]
+        content["dtype"] = str(self.dtype).removeprefix("torch.")
+        return content
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type that most of the model has."""
+        sizes: dict[torch.dtype, int] = {}
+        for parameter in self.model.parameters():
+            if parameter.is_floating_point():
+                sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
+        return max(sizes, key=lambda dtype: sizes[dtype])
+
+    def unknown(self) -> list[str]:
+        """Return the tensors of the files that the model class does not know."""
+        known = {*self.keys.values(), *(name for names in self.joined.values() for name in names)}
+        return [] if self.shards is None else [n for n in self.shards.names() if n not in known]
+
+    @functools.cached_property
+    def _whole(self) -> ModelClass | None:
+        """The class that config.json names, where the model here is another, such as a part of it.
+
+        Of a Mllama or Qwen3.5 with images, transformers builds the language model alone.
+        """
+        if self.shards is None or isinstance(self.model, FilesModel):
+            return None
+        named = self.shards.config.get("architectures")
+        if not isinstance(named, list) or not named or type(self.model).__name__ in named:
+            return None
+        try:
+            return ModelClass.of(self.shards.config, self.shards.names())
+        except NoModelClass:
+            return None
+
+    def class_modules(self) -> dict[str, Module]:
+        """Return the modules of the class that will be loaded; none where it is not known."""
+        if isinstance(self.model, FilesModel):
+            return {} if self.model.known is None else self.model.known.modules
+        return dict(self.model.named_modules()) if self._whole is None else self._whole.modules
+
+    def class_name(self, name: str) -> str:
+        """Return what that class calls a module of the model."""
+        if isinstance(self.model, FilesModel):
+            return self.model.class_names.get(name, name)
+        whole = self._whole
+        return name if whole is None else whole.module_name(self.module_key(name)) or name
+
+    def key(self, name: str) -> str:
+        """Return the name that the source has for a tensor of the model."""
+        if name in self.keys:
+            return self.keys[name]
+        module, _, leaf = name.rpartition(".")
+        weight = self.keys.get(f"{module}.weight")
+        if weight is None:  # attention modules have none of their own: learn from a neighbour
+            near = self._first_within.get(module)
+            if near is None:
+                return name
+            return self.keys[near].removesuffix(near.removeprefix(f"{module}.")) + leaf
+        return f"{weight.removesuffix('weight')}{leaf}"
+
+    @functools.cached_property
+    def _first_within(self) -> dict[str, str]:
+        """Module -> the first tensor within it."""
+        found: dict[str, str] = {}
+        for key in self.keys:
+            module = key.rpartition(".")[0]
+            while module and module not in found:  # if it is there, so are those around it
+                found[module] = key
+                module = module.rpartition(".")[0]
+        return found
+
+    def module_key(self, name: str) -> str:
+        """Return the name that the source has for a module with a weight."""
+        return self.key(f"{name}.weight").removesuffix(".weight")
+
+    @contextlib.contextmanager
+    def loaded(
+        self,
+        module: Module,
+        prefix: str,
+        without: Module | None = None,
+        skip: tuple[str, ...] = (),
+    ) -> Iterator[None]:
+        """Hold the weights of `module` in memory.
+
+        without: a module within it whose own modules stay without weights
+        skip:    names of modules that do, too
+        """
+        left_out = set() if without is None else set(without.modules())
+        filled: list[tuple[Module, str]] = []
+        try:
+            if self.shards is not None:
+                for name, parent in module.named_modules():
+                    path = f"{prefix}.{name}".strip(".")
+                    if parent in left_out or path in skip:
+                        continue
+                    for leaf, parameter in list(parent._parameters.items()):
+                        if parameter is None or parameter.device.type != "meta":
+                            continue
+                        value = self._read(f"{path}.{leaf}".strip("."), parameter)
+                        if value is not None:
+                            parent._parameters[leaf] = Parameter(value, requires_grad=False)
+                            filled.append((parent, leaf))
+            yield
+        finally:
+            for parent, leaf in filled:
+                held = parent._parameters[leaf]
+                assert held is not None
+                parent._parameters[leaf] = Parameter(held.data.to("meta"), requires_grad=False)
+            if filled:
+                _return_memory()
+
+    def _read(self, name: str, parameter: Parameter) -> torch.Tensor | None:
+        """Return a tensor of the model from the files; None where they do not hold it."""
+        assert self.shards is not None
+        if name in self.keys:
+            return self.shards.read(self.keys[name])
+        if name not in self.joined:
+            return None
+        whole = torch.empty(parameter.shape, dtype=parameter.dtype)
+        for original, part in parts_of(self.model, name, whole).items():
+            part.copy_(self.shards.read(original))  # a view of the whole
+        return whole
+
+
+@contextlib.contextmanager
+def computing_in(
+    module: Module,
+    dtype: torch.dtype | None,
+    scales: bool = False,
+    without: Iterable[Module] = (),
+) -> Iterator[None]:
+    """Give `module` parameters of a wider type for a while; what it had comes back unchanged.
+
+    dtype:  None leaves everything as it is
+    scales: quantization parameters too, which else keep the type that they are stored in
+    without: modules within it that stay as they are
+    """
+    left_out = {parameter for each in without for parameter in each.parameters()}
+    kept: list[tuple[Parameter, torch.Tensor]] = []
+    try:
+        for name, parameter in module.named_parameters() if dtype is not None else ():
+            assert dtype is not None
+            real = parameter.device.type != "meta" and parameter.is_floating_point()
+            fixed = name.endswith(("_scale", "_zero_point")) and not scales
+            left = fixed or parameter in left_out
+            if real and parameter.dtype.itemsize < dtype.itemsize and not left:
+                kept.append((parameter, parameter.data))
+                parameter.data = parameter.data.to(dtype)
+        yield
+    finally:
+        for parameter, data in kept:
+            parameter.data = data
+
+
+@contextlib.contextmanager
+def rounded_once(modules: Iterable[Module]) -> Iterator[None]:
+    """Let `modules` hold their quantized weights for a while, instead of rounding in each call.
+
+    Then a call changes nothing, and several threads can make one at a time.
+    """
+    kept: list[tuple[Any, torch.Tensor, Any]] = []
+    try:
+        for module in modules:
+            each: Any = module
+            args = each.quantization_scheme.weights
+            if args is None or "weight" not in each._parameters:
+                continue
+            kept.append((each, each.weight.data, each.quantization_status))
+            each.weight.data = forward_quantize(each, each.weight.data, "weight", args)
+            each.quantization_status = QuantizationStatus.COMPRESSED  # its weight is as it is
+        yield
+    finally:
+        for each, data, status in kept:
+            each.weight.data = data
+            each.quantization_status = status
+
+
+def fast_dtype(stored: torch.dtype, device: torch.device) -> torch.dtype | None:
+    """Return a wider type in which a forward pass is faster: fp32 on a CPU without matrix units.
+
+    None: as it is stored.
+    """
+    if device.type != "cpu" or stored.itemsize >= torch.float32.itemsize:
+        return None
+    has_tiles = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    return None if stored == torch.bfloat16 and has_tiles() else torch.float32
+
+
+def _return_memory() -> None:
+    """Give freed memory back to the system; glibc would keep as much as several layers."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _check_module(model: Any) -> None:
+    if getattr(model, "config", None) is None:
+        raise PipelineError(
+            f"a {type(model).__name__} has no config, so it is no model of transformers; give one "
+            "that was loaded with AutoModelForCausalLM, or its folder"
+        )
+    for name, module in model.named_modules():
+        if getattr(module, "quantization_scheme", None) is not None:
+            raise PipelineError(
+                f"{name} is quantized already; load the model that it was made from once more"
+            )

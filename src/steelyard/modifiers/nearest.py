@@ -1,0 +1,282 @@
+"""The options of `QuantizationModifier`, and the configuration that they amount to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any, ClassVar
+
+from compressed_tensors.quantization import (
+    DynamicType,
+    QuantizationArgs,
+    QuantizationConfig,
+    QuantizationScheme,
+    QuantizationStatus,
+    is_preset_scheme,
+    preset_name_to_scheme,
+)
+from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
+from pydantic import Field, field_validator, model_validator
+
+from steelyard.errors import RecipeError, nearest
+from steelyard.modifiers.modifier import Modifier
+from steelyard.modifiers.observer_choice import (
+    ObserverChoice,
+    check_observer,
+    with_observers,
+)
+from steelyard.modifiers.schemes import (
+    args_problem,
+    group_size_problem,
+    regrouped,
+    scheme_problems,
+    shared_target,
+)
+from steelyard.modifiers.targets import Target
+from steelyard.observers import Observer
+
+__all__ = ["QuantizationModifier"]
+
+
+@Modifier.register("QuantizationModifier")
+class QuantizationModifier(Modifier):
+    """Quantize weights, activations and the KV cache with the scales that observers find.
+
+    One of `scheme` and `config_groups` says how; `kv_cache_scheme` may stand alone.
+    """
+
+    _ways: ClassVar[tuple[str, ...]] = ("scheme", "config_groups")
+
+    scheme: str | dict[str, list[Target]] | None = Field(
+        default=None,
+        description="a preset of compressed-tensors such as W4A16, or presets with their targets",
+    )
+    group_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="columns that share a scale, for presets with groups of integers such as W4A16",
+    )
+    config_groups: dict[str, QuantizationScheme] | None = None
+    kv_cache_scheme: QuantizationArgs | None = None
+    weight_observer: ObserverChoice | None = None
+    input_observer: ObserverChoice | None = None
+    output_observer: ObserverChoice | None = None
+    activation_observer: ObserverChoice | None = Field(
+        default=None, description="for inputs, outputs and attention states alike"
+    )
+    observer: dict[str, ObserverChoice] | None = Field(
+        default=None, description="the three at once: weights, input, output"
+    )
+    bypass_divisibility_checks: bool = False
+
+    @field_validator("scheme", mode="before")
+    @classmethod
+    def _is_a_preset(cls, value: Any) -> Any:
+        names = [value] if isinstance(value, str) else value if isinstance(value, dict) else ()
+        for name in names:
+            if isinstance(name, str) and not is_preset_scheme(name):
+                raise ValueError(
+                    f"there is no scheme {name!r}: {nearest(name.upper(), PRESET_SCHEMES)}"
+                )
+        if isinstance(value, dict):
+            return {k: [v] if isinstance(v, str) else v for k, v in value.items()}
+        return value
+
+    @field_validator("config_groups")
+    @classmethod
+    def _groups_are_apart(
+        cls, value: dict[str, QuantizationScheme] | None
+    ) -> dict[str, QuantizationScheme] | None:
+        for name, scheme in (value or {}).items():
+            for problem in scheme_problems(scheme):
+                raise RecipeError(f"{name}.{problem}")
+        _refuse_shared({name: scheme.targets for name, scheme in (value or {}).items()})
+        return value
+
+    @field_validator("scheme")
+    @classmethod
+    def _presets_are_apart(
+        cls, value: str | dict[str, list[str]] | None
+    ) -> str | dict[str, list[str]] | None:
+        if isinstance(value, dict):
+            _refuse_shared(value)
+        return value
+
+    @field_validator("kv_cache_scheme")
+    @classmethod
+    def _can_be_stored(cls, value: QuantizationArgs | None) -> QuantizationArgs | None:
+        if value is not None and (problem := args_problem(value)):
+            raise RecipeError(f"num_bits: {problem}")
+        return value
+
+    @field_validator("observer")
+    @classmethod
+    def _names_a_value(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        for key in value or ():
+            if key not in ("weights", "input", "output"):
+                raise ValueError(
+                    f"no observer can be chosen for {key!r}: "
+                    f"{nearest(key, ('weights', 'input', 'output'))}"
+                )
+        return value
+
+    @model_validator(mode="after")
+    def _says_how(self) -> QuantizationModifier:
+        if self.scheme is not None and self.config_groups is not None:
+            raise ValueError("give either scheme or config_groups, not both")
+        self._refuse_idle_targets()
+        self._refuse_idle_group_size()
+        self._refuse_two_observers()
+        if not self._groups() and self.kv_cache_scheme is None:
+            raise ValueError(f"give one of {', '.join(self._ways)} and kv_cache_scheme")
+        self.config  # noqa: B018  # what it refuses is to be refused here
+        return self
+
+    def _refuse_idle_targets(self) -> None:
+        if isinstance(self.scheme, str) or self.targets == ["Linear"]:
+            return
+        if isinstance(self.scheme, dict):
+            remedy = "write them behind the presets in scheme"
+        elif self.config_groups is not None:
+            remedy = "write them into the config_groups"
+        else:
+            remedy = "kv_cache_scheme alone has none"
+        raise ValueError(f"targets goes with one preset as the scheme: {remedy}")
+
+    def _refuse_idle_group_size(self) -> None:
+        if self.group_size is None:
+            return
+        if self.scheme is None:
+            raise ValueError(
+                "group_size goes with a preset as the scheme: write it into the weights of "
+                "config_groups"
+            )
+        for name in [self.scheme] if isinstance(self.scheme, str) else self.scheme:
+            if problem := group_size_problem(name):
+                raise ValueError(f"group_size {problem}")
+
+    def _refuse_two_observers(self) -> None:
+        chosen = [f"observer.{key}" for key in self.observer or ()]
+        fields = ("weight_observer", "input_observer", "output_observer", "activation_observer")
+        chosen += [name for name in fields if getattr(self, name) is not None]
+        for one, other in (
+            ("input_observer", "activation_observer"),
+            ("output_observer", "activation_observer"),
+            ("observer.weights", "weight_observer"),
+            ("observer.input", "input_observer"),
+            ("observer.input", "activation_observer"),
+            ("observer.output", "output_observer"),
+            ("observer.output", "activation_observer"),
+        ):
+            if one in chosen and other in chosen:
+                raise ValueError(f"{one} and {other} choose for the same value: give one of them")
+
+    def _groups(self) -> dict[str, QuantizationScheme]:
+        """Return the schemes that the options name, before observers are chosen."""
+        if self.scheme is None:
+            return dict(self.config_groups or {})
+        by_name = {self.scheme: self.targets} if isinstance(self.scheme, str) else self.scheme
+        return {
+            f"group_{i}": regrouped(preset_name_to_scheme(name, targets), self.group_size)
+            for i, (name, targets) in enumerate(by_name.items())
+        }
+
+    @cached_property
+    def config(self) -> QuantizationConfig:
+        choices = self._choices()
+        groups = {name: with_observers(s, *choices) for name, s in self._groups().items()}
+        return QuantizationConfig(
+            config_groups=groups,
+            kv_cache_scheme=self._kv_cache_args(),
+            quantization_status=QuantizationStatus.INITIALIZED,
+            ignore=self.ignore,
+        )
+
+    def quantization_config(self) -> QuantizationConfig:
+        return self.config
+
+    @property
+    def needs_activations(self) -> bool:
+        cache = self.config.kv_cache_scheme
+        if cache is not None and cache.dynamic is not True:
+            return True
+        return any(_needs_activations(scheme) for scheme in self.config.config_groups.values())
+
+    @property
+    def needs_data(self) -> bool:
+        schemes = self.config.config_groups.values()
+        return self.needs_activations or any(_needs_importance(scheme) for scheme in schemes)
+
+    def idle_observers(self) -> Iterator[str]:
+        """Yield a sentence for every observer that was chosen and will observe nothing."""
+        schemes = self.config.config_groups.values()
+        values = {
+            "weights": [s.weights for s in schemes],
+            "input": [s.input_activations for s in schemes],
+            "output": [s.output_activations for s in schemes],
+        }
+        cache = [self.config.kv_cache_scheme]
+        chosen = {
+            "weight_observer": (self.weight_observer, values["weights"]),
+            "input_observer": (self.input_observer, values["input"]),
+            "output_observer": (self.output_observer, values["output"]),
+            "activation_observer": (
+                self.activation_observer,
+                [*values["input"], *values["output"], *cache],
+            ),
+            **{f"observer.{k}": (v, values[k]) for k, v in (self.observer or {}).items()},
+        }
+        for name, (choice, args) in chosen.items():
+            present = [each for each in args if each is not None]
+            if choice is None or any(each.dynamic is not True for each in present):
+                continue
+            why = (
+                "what it is for gets its scales while serving (dynamic), so nothing is observed; "
+                "for static ones choose a scheme such as FP8, or write config_groups"
+                if present
+                else "the scheme does not quantize what it is for"
+            )
+            yield f"{name} {choice.name!r} has no effect: {why}"
+
+    def _choices(self) -> list[ObserverChoice | None]:
+        both = self.observer or {}
+        return [
+            both.get("weights", self.weight_observer),
+            both.get("input", self.input_observer or self.activation_observer),
+            both.get("output", self.output_observer or self.activation_observer),
+        ]
+
+    def _kv_cache_args(self) -> QuantizationArgs | None:
+        args = self.kv_cache_scheme
+        if args is not None and args.observer is not None:
+            check_observer(args.observer, args.observer_kwargs or {})
+        if args is None or self.activation_observer is None or args.dynamic is True:
+            return args
+        chosen = self.activation_observer
+        return args.model_copy(
+            update={"observer": chosen.name, "observer_kwargs": dict(chosen.options)}
+        )
+
+
+def _refuse_shared(targets: dict[str, list[str]]) -> None:
+    if shared := shared_target(targets):
+        one, other, target = shared
+        raise ValueError(
+            f"{one!r} and {other!r} both target {target!r}: let one of them have it, or make the "
+            "targets differ"
+        )
+
+
+def _needs_importance(scheme: QuantizationScheme) -> bool:
+    weights = scheme.weights
+    if weights is None or weights.observer is None:
+        return False
+    observer = Observer.get_value_from_registry(weights.observer)
+    return bool(getattr(observer, "needs_importance", False))
+
+
+def _needs_activations(scheme: QuantizationScheme) -> bool:
+    return any(
+        args is not None and args.dynamic in (False, DynamicType.LOCAL)
+        for args in (scheme.input_activations, scheme.output_activations)
+    )

@@ -1,0 +1,96 @@
+"""What is refused of a scheme before any model is known.
+
+compressed-tensors takes any number of bits and any text for a target; what cannot be stored or
+matched would otherwise be found out in the middle of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationScheme,
+    preset_name_to_scheme,
+)
+
+from steelyard.errors import StrategyError
+from steelyard.modifiers.targets import check_target
+from steelyard.observers.type_checks import check_type
+
+__all__ = [
+    "args_problem",
+    "group_size_problem",
+    "has_free_groups",
+    "regrouped",
+    "scheme_problems",
+    "shared_target",
+    "target_problem",
+]
+
+
+def target_problem(target: str) -> str | None:
+    """Return why `target` cannot be matched with anything."""
+    try:
+        check_target(target)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def args_problem(args: QuantizationArgs) -> str | None:
+    """Return what is wrong with the number of bits."""
+    try:
+        check_type(args.model_copy(update={"symmetric": True, "scale_dtype": None}))
+    except StrategyError as error:
+        return str(error)
+    return None
+
+
+def has_free_groups(args: QuantizationArgs | None) -> bool:
+    """Whether the format leaves the group size open: groups of integers, not NVFP4's or MX's."""
+    return args is not None and args.strategy == "group" and args.type == "int"
+
+
+def group_size_problem(preset: str) -> str | None:
+    """Return why the groups of a preset cannot have another size.
+
+    >>> group_size_problem("NVFP4A16")
+    'does not apply to NVFP4A16, whose groups are fixed or missing'
+    """
+    if has_free_groups(preset_name_to_scheme(preset, ["Linear"]).weights):
+        return None
+    return f"does not apply to {preset}, whose groups are fixed or missing"
+
+
+def regrouped(scheme: QuantizationScheme, group_size: int | None) -> QuantizationScheme:
+    """Return a preset's scheme with groups of another size for its weights; None keeps them."""
+    if group_size is None or scheme.weights is None:
+        return scheme
+    changed = scheme.weights.model_copy(update={"group_size": group_size})
+    return scheme.model_copy(update={"weights": changed})
+
+
+def scheme_problems(scheme: QuantizationScheme) -> Iterator[str]:
+    """Yield what is wrong inside a scheme, each with its place."""
+    for i, target in enumerate(scheme.targets):
+        if problem := target_problem(target):
+            yield f"targets[{i}]: {problem}"
+    for name in ("weights", "input_activations", "output_activations"):
+        args = getattr(scheme, name)
+        if args is not None and (problem := args_problem(args)):
+            yield f"{name}.num_bits: {problem}"
+
+
+def shared_target(targets: Mapping[str, list[str]]) -> tuple[str, str, str] | None:
+    """Return two groups and a target that both name, or None.
+
+    >>> shared_target({"a": ["Linear"], "b": ["re:.*proj", "Linear"]})
+    ('a', 'b', 'Linear')
+    """
+    owner: dict[str, str] = {}
+    for group, named in targets.items():
+        for target in named:
+            if owner.setdefault(target, group) != group:
+                return owner[target], group, target
+    return None

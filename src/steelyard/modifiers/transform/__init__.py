@@ -1,1 +1,0 @@
-"""The path by which llm-compressor's users know `IMatrixGatherer`."""

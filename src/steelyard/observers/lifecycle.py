@@ -1,0 +1,209 @@
+"""The lifecycle of calibration, as a context manager.
+
+    with Calibration(layer) as calibration:
+        for batch in data:
+            layer(batch)
+        calibration.finish()
+
+On entry observers and hooks are put on every module of `layer` that has a scheme; `finish` observes
+the weights, links what the server fuses and computes all parameters. On exit no observer and no
+hook is left, and a module whose calibration did not finish is as it was before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from types import TracebackType
+from typing import Any
+
+import torch
+from compressed_tensors.quantization import disable_quantization, enable_quantization
+from torch.nn import Module
+from torch.utils.hooks import RemovableHandle
+
+from steelyard.distributed import Ranks
+from steelyard.kernels.squares import sum_of_squares
+from steelyard.observers import Observer, fuse_weight_observers
+from steelyard.observers import joining as statistics
+from steelyard.observers.hooks import calibrate_input_hook, register_hooks
+from steelyard.observers.importance_base import ImportanceObserver
+from steelyard.observers.padding import real_tokens
+from steelyard.observers.steps import (
+    ACTIVATIONS,
+    BASE_NAMES,
+    apply_calibration_status,
+    freeze_module_quantization,
+    initialize_observer,
+    observe,
+    observer_of,
+    remove_observers,
+    update_qparams,
+)
+
+__all__ = ["Calibration", "observed_tokens", "with_schemes"]
+
+
+class Calibration:
+    """Observers on all modules of `root` that have a scheme.
+
+    prefix:  the name of `root` within its model, for messages
+    without: a module within `root` whose own modules are left out
+    shown:   only these modules, by name; not hooks, but `show` tells of their inputs
+    """
+
+    def __init__(
+        self,
+        root: Module,
+        prefix: str = "",
+        without: Module | None = None,
+        shown: Collection[str] | None = None,
+    ) -> None:
+        self.root = root
+        self.modules = with_schemes(root, prefix, without)
+        if shown is not None:
+            self.modules = {name: self.modules[name] for name in shown}
+        self._hooks = shown is None
+        self._weighing: dict[str, ImportanceObserver] = {}  # among those shown
+        self._handles: list[RemovableHandle] = []
+        self._before: dict[str, tuple[Any, Any]] = {}
+        self._synced = False
+        self._finished = False
+
+    def __enter__(self) -> Calibration:
+        try:
+            for name, module in self.modules.items():
+                self._before[name] = (
+                    getattr(module, "quantization_status", None),
+                    getattr(module, "quantization_enabled", True),
+                )
+                attention = hasattr(module, "kv_cache") or hasattr(module, "impl")
+                for base_name in _states(module) if attention else ("weight", "input", "output"):
+                    initialize_observer(module, base_name)
+                    observer = observer_of(module, base_name)
+                    if observer is not None:
+                        observer.module_name = name
+                if self._hooks:
+                    self._handles += register_hooks(module)
+                apply_calibration_status(module)
+                disable_quantization(module)
+            fuse_weight_observers(self.root)
+        except BaseException:
+            self._clean()
+            raise
+        return self
+
+    def observers(self) -> Iterator[tuple[str, str, Observer]]:
+        """Yield module name, base name and observer."""
+        for name, module in self.modules.items():
+            for base_name in BASE_NAMES:
+                observer = observer_of(module, base_name)
+                if observer is not None:
+                    yield name, base_name, observer
+
+    def take_over(self) -> None:
+        """Take the hooks away that gather importance, too."""
+        for name, module in self.modules.items():
+            observer = observer_of(module, "weight")
+            if isinstance(observer, ImportanceObserver) and observer.stop_gathering(module):
+                self._weighing[name] = observer
+
+    def show(self, names: Iterable[str], x: torch.Tensor) -> None:
+        """Show the input that modules have in common to those that observe it, or weigh by it."""
+        for name in names:
+            if observer_of(self.modules[name], "input") is not None:
+                calibrate_input_hook(self.modules[name], (x,))
+        weighing = [self._weighing[name] for name in names if name in self._weighing]
+        real = real_tokens(x, "input") if weighing else x
+        if weighing and real.numel():
+            squares = sum_of_squares(real)
+            for observer in weighing:
+                observer.add_importance(squares, real.numel() // real.shape[-1])
+
+    def unseen(self) -> list[str]:
+        """Return the modules whose activations should have been observed and were not."""
+        return list(
+            dict.fromkeys(
+                name
+                for name, base_name, observer in self.observers()
+                if base_name in ACTIVATIONS and not observer.has_statistics
+            )
+        )
+
+    def sync(self, ranks: Ranks | None = None) -> None:
+        """Merge what the ranks have seen, in the order of ranks; once, after the last batch.
+
+        ranks: None for those of the process group that is there
+        """
+        if self._synced:
+            return
+        self._synced = True
+        ranks = ranks or Ranks.current()
+        if ranks.count == 1:
+            return
+        observers = [observer for _, _, observer in self.observers()]
+        known = ranks.gather([statistics.state_of(observer) for observer in observers])
+        for observer, *states in zip(observers, *known, strict=True):
+            statistics.join(observer, states)
+
+    def finish(self, weights: Collection[str] | None = None) -> None:
+        """Compute every parameter; activations that were not seen keep none.
+
+        weights: the modules whose weights are observed; None for all
+        """
+        self.sync()
+        chosen = self.modules if weights is None else {n: self.modules[n] for n in weights}
+        for module in chosen.values():
+            observe(module, "weight")
+        for name, module in self.modules.items():
+            update_qparams(module, BASE_NAMES if name in chosen else ACTIVATIONS)
+        self._finished = True
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._clean()
+
+    def _clean(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for name, module in self.modules.items():
+            remove_observers(module)
+            for gathered in ("_imatrix_sum", "_imatrix_count", "_imatrix_bins"):
+                module.__dict__.pop(gathered, None)
+            if self._finished:
+                freeze_module_quantization(module)
+                enable_quantization(module)
+            elif name in self._before:
+                status, enabled = self._before[name]
+                module.quantization_enabled = enabled
+                if status is None:
+                    module.__dict__.pop("quantization_status", None)
+                else:
+                    module.quantization_status = status
+
+
+def with_schemes(
+    root: Module, prefix: str = "", without: Module | None = None
+) -> dict[str, Module]:
+    """Return the modules of `root` that have a scheme, by their name within the model."""
+    left_out = set() if without is None else set(without.modules())
+    return {
+        f"{prefix}.{name}".strip("."): module
+        for name, module in root.named_modules()
+        if getattr(module, "quantization_scheme", None) is not None and module not in left_out
+    }
+
+
+def _states(module: Module) -> tuple[str, ...]:
+    states = ("k", "v") if hasattr(module, "kv_cache") else ()
+    return ("q", *states) if hasattr(module, "impl") else states
+
+
+def observed_tokens(module: Module) -> int:
+    """Return the most tokens that any observer on `module` has seen."""
+    counts = [observer_of(module, b) for b in ACTIVATIONS]
+    return max((o.num_observed_tokens for o in counts if o is not None), default=0)

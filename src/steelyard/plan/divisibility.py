@@ -1,0 +1,86 @@
+"""Groups and blocks that do not divide the columns of a weight, and the sizes that would."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from compressed_tensors.quantization import QuantizationArgs
+
+from steelyard.modifiers.schemes import has_free_groups
+
+if TYPE_CHECKING:
+    from steelyard.plan.plan import Plan, Planned
+
+__all__ = ["indivisible_blocks", "indivisible_groups"]
+
+_SIZES = (128, 64, 32, 16)  # that servers take, the largest first
+_BYPASS = "; bypass_divisibility_checks lets blocks pass, but no format has part of a group"
+
+
+def indivisible_groups(plan: Plan, bypass: bool) -> Iterator[str]:
+    """Yield one sentence per config group and width whose columns the group size does not divide.
+
+    compressed-tensors can neither store nor run part of a group, whatever a recipe bypasses.
+    """
+    for members in _by_config_group(plan):
+        scheme = members[0].scheme
+        for label, args in (("weight", scheme.weights), ("input", scheme.input_activations)):
+            if args is None or args.strategy not in ("group", "tensor_group"):
+                continue
+            size, widths = args.group_size or 1, sorted({p.shape[1] for p in members})
+            for columns, who in _indivisible(members, size):
+                yield (
+                    f"{who}: {columns} columns cannot be cut into {label} groups of {size}; "
+                    f"{_remedy(args, widths)}{_BYPASS if bypass else ''}"
+                )
+
+
+def indivisible_blocks(plan: Plan) -> Iterator[str]:
+    """Yield the same for blocks, which some servers cut off at the edge."""
+    for members in _by_config_group(plan):
+        weights = members[0].scheme.weights
+        if weights is None or weights.strategy != "block":
+            continue
+        height, width = weights.block_structure
+        for columns, who in _indivisible(members, width):
+            yield (
+                f"{who}: {columns} columns cannot be cut into blocks of {height} x "
+                f"{width}; choose another block_structure, ignore them, or, if your server takes "
+                "blocks that are cut off, set bypass_divisibility_checks"
+            )
+
+
+def _by_config_group(plan: Plan) -> Iterator[list[Planned]]:
+    for name in dict.fromkeys(planned.group for planned in plan.quantized):
+        members = [p for p in plan.quantized if p.group == name and 0 not in p.shape]
+        if members:
+            yield members
+
+
+def _indivisible(members: list[Planned], size: int) -> Iterator[tuple[int, str]]:
+    """Yield widths that `size` does not divide, with how many modules have them and an example."""
+    by_columns: dict[int, list[str]] = {}
+    for planned in members:
+        by_columns.setdefault(planned.shape[1], []).append(planned.name)
+    for columns, names in by_columns.items():
+        if columns % size:
+            yield (
+                columns,
+                (names[0] if len(names) == 1 else f"{len(names)} modules such as {names[0]}"),
+            )
+
+
+def _remedy(args: QuantizationArgs, widths: list[int]) -> str:
+    """Return sizes that divide the columns of every module of a config group."""
+    if not has_free_groups(args):
+        return "the format fixes this size: ignore them, or choose a scheme with other groups"
+    listed = ", ".join(map(str, widths))
+    fitting = [size for size in _SIZES if not any(columns % size for columns in widths)]
+    if not fitting:
+        return (
+            f"none of {', '.join(map(str, _SIZES))} divides {listed}: ignore them, or choose a "
+            "scheme with strategy channel"
+        )
+    others = f" (or {', '.join(map(str, fitting[1:]))})" if fitting[1:] else ""
+    return f"use group_size={fitting[0]}{others}, which divides {listed}, or ignore them"

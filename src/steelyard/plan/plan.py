@@ -1,0 +1,257 @@
+"""What a recipe would do to a model, known before any work is done.
+
+Every module that holds a weight is either to be quantized or is listed with the reason why not.
+What cannot work (a group size that does not divide, a target that matches nothing, a layer that the
+server fuses with one that is left alone) is an error here, not after hours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+from torch.nn import Embedding, Linear, Module, MultiheadAttention
+
+from steelyard.checkpoint.layout import TensorSpec, expected_tensors, format_of
+from steelyard.checkpoint.patterns import slow_pattern
+from steelyard.errors import PlanError
+from steelyard.foreign import printable
+from steelyard.model.attention import attention_group, cached_attention
+from steelyard.model.matching import hits_of, ignoring
+from steelyard.modifiers import Modifier
+from steelyard.plan.problems import errors_of, warnings_of
+from steelyard.words import count, duration, size
+
+__all__ = ["Left", "Plan", "Planned", "make_plan", "search_time"]
+
+# For the estimate: seconds per weight and thread by observer, products per second and thread,
+# bytes per second of a disk.
+_SEARCH = {"memoryless_mse": 12e-9, "mse": 12e-9, "optimal": 45e-9, "imatrix_mse": 8e-9}
+_FLOPS, _DISK = 4e10, 5e8
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A module that will be quantized."""
+
+    name: str
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    scheme: QuantizationScheme
+    group: str
+
+    @cached_property
+    def tensors(self) -> dict[str, TensorSpec]:
+        """What the checkpoint will hold for it: local name -> type and shape."""
+        return expected_tensors(self.scheme, self.shape, self.dtype)
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(_bytes(dtype, shape) for dtype, shape in self.tensors.values())
+
+
+@dataclass(frozen=True)
+class Left:
+    """A weight that stays as it is, and why."""
+
+    name: str
+    shape: tuple[int, ...]
+    nbytes: int
+    reason: str
+
+
+@dataclass(repr=False)
+class Plan:
+    """Which modules are quantized and how, which are left and why, and what that amounts to."""
+
+    config: QuantizationConfig
+    quantized: list[Planned] = field(default_factory=list)
+    attention: list[str] = field(default_factory=list)
+    left: list[Left] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    source_bytes: int = 0
+    small_bytes: int = 0  # norms, biases and the like
+    layers: int = 1
+    hidden: int = 0
+    tokens: int = 0  # that will flow through the model
+    budget: int = 0  # bytes of the source that a stream holds at once
+    passes: float = 1  # of the tokens through each layer; second moments cost as much as half a one
+    moments: int = 0  # bytes of the second moments that GPTQ holds for a layer
+    waiting: int = 0  # bytes of the batches that wait inside of a layer
+
+    @property
+    def output_bytes(self) -> int:
+        kept = sum(left.nbytes for left in self.left) + self.small_bytes
+        return kept + sum(planned.stored_bytes for planned in self.quantized)
+
+    @property
+    def seconds(self) -> float:
+        """About how long the run takes: searches, the passes of the tokens, and the files."""
+        threads = torch.get_num_threads()
+        search = sum(search_time(p) for p in self.quantized)
+        products = sum(p.shape[0] * p.shape[1] for p in self.quantized) * self.tokens
+        return (search + 2 * self.passes * products / _FLOPS) / threads + self.source_bytes / _DISK
+
+    @property
+    def memory(self) -> int:
+        """About how many bytes a run from a folder holds at once, beside the libraries.
+
+        One layer, or all that is outside of the layers; with data once more in fp32, the hidden
+        states, and what waits inside of a layer; for GPTQ second moments. A stream holds what is on
+        its way, and as much again for what it makes of it.
+        """
+        if self.budget:
+            return 2 * self.budget
+        inside = sum(_bytes(p.dtype, p.shape) for p in self.quantized) // max(self.layers, 1)
+        outside = sum(left.nbytes for left in self.left) + self.small_bytes
+        weights = max(inside, outside) * (3 if self.tokens else 1)
+        return weights + 4 * self.tokens * self.hidden + self.moments + self.waiting
+
+    def require(self) -> None:
+        """Raise if anything in the plan cannot work."""
+        if self.errors:
+            lines = "\n".join(f"  - {error}" for error in self.errors)
+            raise PlanError(f"the recipe does not fit the model, and nothing was done:\n{lines}")
+
+    def __repr__(self) -> str:
+        return (
+            f"<Plan: {count(len(self.quantized), 'module')} to quantize, {len(self.left)} not, "
+            f"{count(len(self.errors), 'error')}, {count(len(self.warnings), 'warning')}>"
+        )
+
+    def __str__(self) -> str:
+        lines = [f"{count(len(self.quantized), 'module')} to quantize"]
+        for group in dict.fromkeys(p.group for p in self.quantized):
+            members = [p for p in self.quantized if p.group == group]
+            lines.append(f"  {group}: {len(members)} as {format_of(members[0].scheme)}")
+        if self.attention:
+            lines.append(f"{count(len(self.attention), 'attention module')} with quantized states")
+        for reason in dict.fromkeys(left.reason for left in self.left):
+            names = [left.name for left in self.left if left.reason == reason]
+            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            lines.append(f"not quantized: {shown} ({reason})")
+        if not self.errors:  # else there is no size to tell
+            lines.append(
+                f"{size(self.source_bytes)} -> {size(self.output_bytes)}; about "
+                f"{size(self.memory)} of memory and {duration(self.seconds)}"
+            )
+        lines += [f"warning: {warning}" for warning in self.warnings]
+        lines += [f"error: {error}" for error in self.errors]
+        return "\n".join(printable(line) for line in lines)
+
+
+def make_plan(model: Any, config: QuantizationConfig, modifiers: Sequence[Modifier] = ()) -> Plan:
+    """Match `config` against the modules of a model, whose weights may be on the meta device.
+
+    modifiers: those of the recipe that `config` comes from: what it does not hold of them is
+               checked too, and they may let blocks pass
+    """
+    plan = Plan(config)
+    _refuse_slow_patterns(model, config, modifiers)
+    targets = {t: s for s in config.config_groups.values() for t in s.targets}
+    groups = {id(s): name for name, s in config.config_groups.items()}
+    owners: dict[int, str] = {}  # of parameters, the first of those that share one
+    uncalled = _uncalled(model)
+    for name, module in model.named_modules():
+        hits = hits_of(model, name, module, list(targets)) if targets else []
+        ignored = ignoring(model, name, module, config.ignore, hits)
+        planned = isinstance(module, (Linear, Embedding)) and module not in uncalled
+        if planned and hits and ignored is None:
+            scheme = targets[hits[0]]
+            if scheme.weights is None and scheme.input_activations is None:
+                continue
+            weight: Any = module.weight
+            rows, columns = weight.shape
+            plan.quantized.append(
+                Planned(name, (rows, columns), weight.dtype, scheme, groups[id(scheme)])
+            )
+        else:
+            plan.left += _left(name, module, hits, ignored, owners, module in uncalled)
+        for parameter in module._parameters.values():
+            owners.setdefault(id(parameter), name)
+    if config.kv_cache_scheme is not None or targets:
+        plan.attention = _attention_modules(model, config)
+    taken = {p.name for p in plan.quantized} | {left.name for left in plan.left}
+    for name, parameter in model.named_parameters():
+        nbytes = _bytes(parameter.dtype, tuple(parameter.shape))
+        plan.source_bytes += nbytes
+        owner, _, leaf = name.rpartition(".")
+        if not (owner in taken and leaf == "weight") and name not in taken:
+            plan.small_bytes += nbytes
+    plan.errors += errors_of(plan, model, modifiers)
+    plan.warnings += warnings_of(plan, model, modifiers)
+    return plan
+
+
+def _refuse_slow_patterns(
+    model: Any, config: QuantizationConfig, modifiers: Sequence[Modifier]
+) -> None:
+    """Raise before anything is matched: an expression that backtracks for years cannot be ended."""
+    patterns = [t for s in config.config_groups.values() for t in s.targets] + [*config.ignore]
+    for modifier in modifiers:
+        more = getattr(modifier, "sequential_targets", None) or ()
+        patterns += [*modifier.targets, *modifier.ignore, *more]
+    names = [name for name, _ in model.named_modules()]
+    names += getattr(model, "class_names", {}).values()
+    problem = slow_pattern(patterns, names)
+    if problem is not None:
+        raise PlanError(problem)
+
+
+def _left(
+    name: str,
+    module: Module,
+    hits: list[str],
+    ignored: str | None,
+    owners: dict[int, str],
+    uncalled: bool,
+) -> Iterator[Left]:
+    for leaf, parameter in module._parameters.items():
+        if parameter is None or parameter.ndim < 2:
+            continue
+        whole = name if leaf == "weight" else f"{name}.{leaf}"
+        nbytes = _bytes(parameter.dtype, parameter.shape)
+        if id(parameter) in owners:
+            reason, nbytes = f"the weight of {owners[id(parameter)]}, which is stored once", 0
+        elif parameter.ndim > 2:
+            reason = f"a {parameter.ndim}-D parameter; only 2-D weights of Linear are quantized"
+        elif ignored is not None:
+            reason = f"ignored by {ignored!r}"
+        elif uncalled:
+            reason = "MultiheadAttention does not call it, but reads its weight"
+        elif hits:
+            reason = f"{type(module).__name__} is not a Linear or Embedding"
+        else:
+            reason = f"no target matches {type(module).__name__}"
+        yield Left(whole, tuple(parameter.shape), nbytes, reason)
+
+
+def _uncalled(model: Any) -> set[Module]:
+    """Return the layers inside torch's own attention, which takes their weights and no more."""
+    attention = [m for m in model.modules() if isinstance(m, MultiheadAttention)]
+    return {child for each in attention for child in each.children()}
+
+
+def _attention_modules(model: Any, config: QuantizationConfig) -> list[str]:
+    return [
+        name
+        for name, module in cached_attention(model).items()
+        if config.kv_cache_scheme is not None
+        or attention_group(model, config, name, module) is not None
+    ]
+
+
+def search_time(planned: Planned) -> float:
+    """Return about how many seconds of one thread it takes to find a module's scales."""
+    weights = planned.scheme.weights
+    each = _SEARCH.get(weights.observer or "", 2e-9) if weights is not None else 0.0
+    return planned.shape[0] * planned.shape[1] * each
+
+
+def _bytes(dtype: torch.dtype, shape: Any) -> int:
+    return int(torch.Size(shape).numel() * dtype.itemsize)

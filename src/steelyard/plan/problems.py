@@ -1,0 +1,344 @@
+"""What cannot work, or not as one may think, when a recipe meets a model: errors and warnings.
+
+Each check yields one sentence per problem, with the module and the remedy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from compressed_tensors.utils.match import is_match
+from torch.nn import Embedding, Module
+
+from steelyard.checkpoint.layout import format_of
+from steelyard.errors import PipelineError, StrategyError
+from steelyard.fusion import fused_groups, shared_parameters
+from steelyard.model.attention import attention_group, cached_attention
+from steelyard.model.blocks import decoder_layers
+from steelyard.model.matching import by_all_names
+from steelyard.model.model_class import tied_modules
+from steelyard.modifiers import GPTQModifier, IMatrixGatherer, Modifier, QuantizationModifier
+from steelyard.modifiers.importance import gatherers_in
+from steelyard.observers import Observer
+from steelyard.observers.helpers import check_strategy
+from steelyard.observers.importance_base import ImportanceObserver
+from steelyard.observers.type_checks import check_type
+from steelyard.plan.divisibility import indivisible_blocks, indivisible_groups
+from steelyard.plan.unmatched import unmatched_ignores, unmatched_targets
+from steelyard.words import count
+
+if TYPE_CHECKING:
+    from steelyard.plan.plan import Plan, Planned
+
+__all__ = ["errors_of", "warnings_of"]
+
+# Layers that tensor parallelism cuts along their input.
+_ROW_PARALLEL = ("o_proj", "down_proj", "out_proj", "dense", "w2", "fc2", "wo")
+_PARALLEL = (2, 4, 8)
+_IDLE = (
+    "IMatrixGatherer gathers for nothing, since no weight that it targets has an observer that "
+    "uses importance: choose optimal or imatrix_mse as the weight_observer, or leave it out"
+)
+
+
+def errors_of(plan: Plan, model: Any, modifiers: Sequence[Modifier]) -> Iterator[str]:
+    """Yield what cannot work."""
+    modules = dict(model.named_modules())
+    named = by_all_names(model)
+    targets = [t for s in plan.config.config_groups.values() for t in s.targets]
+    yield from unmatched_targets(named, targets)
+    ignores = [*plan.config.ignore, *(i for g in gatherers_in(modifiers) for i in g.ignore)]
+    yield from unmatched_ignores(named, ignores)
+    for gatherer in gatherers_in(modifiers):
+        if gatherer.save_to is not None and not _feeds_an_observer(gatherer, plan, modules):
+            yield f"nothing would be saved to {gatherer.save_to}: {_IDLE}"
+        yield from unmatched_targets(named, gatherer.targets, " of IMatrixGatherer")
+    yield from _other_sequences(model, modifiers)
+    yield from _unstorable(plan)
+    yield from _inputs_alone(plan)
+    yield from _unsupported_attention(plan, model, modules)
+    if not plan.quantized and not plan.attention:
+        yield "nothing would be quantized"
+    yield from _quantized_token_ids(plan, modules)
+    yield from _tied(model, plan)
+    yield from _half_fused(modules, plan)
+    bypass = any(
+        isinstance(m, QuantizationModifier) and m.bypass_divisibility_checks for m in modifiers
+    )
+    yield from indivisible_groups(plan, bypass)
+    if not bypass:
+        yield from indivisible_blocks(plan)
+    for planned in plan.quantized:
+        if 0 in planned.shape:
+            yield f"{planned.name} has no weights, its shape is {planned.shape}; ignore it"
+            continue
+        yield from _too_few_rows(planned)
+
+
+def warnings_of(plan: Plan, model: Any, modifiers: Sequence[Modifier]) -> Iterator[str]:
+    """Yield what works, but perhaps not as one thinks."""
+    modules = dict(model.named_modules())
+    for modifier in modifiers:
+        if isinstance(modifier, QuantizationModifier):
+            yield from modifier.idle_observers()
+    for gatherer in gatherers_in(modifiers):
+        if gatherer.save_to is None and not _feeds_an_observer(gatherer, plan, modules):
+            yield _IDLE
+    stacked = [left for left in plan.left if len(left.shape) > 2]
+    if stacked:
+        share = sum(left.nbytes for left in stacked) / max(plan.source_bytes, 1)
+        yield (
+            f"{count(len(stacked), 'stacked weight')} such as {stacked[0].name} "
+            f"{stacked[0].shape}, {share:.0%} of the model, not quantized"
+        )
+    yield from _inferred_from_names(plan, model)
+    yield from _indivisible_in_parallel(plan)
+
+
+def _inferred_from_names(plan: Plan, model: Any) -> Iterator[str]:
+    """Modules of files that no class of transformers vouches for."""
+    inferred = getattr(model, "inferred", lambda name: False)
+    names = [planned.name for planned in plan.quantized if inferred(planned.name)]
+    if names:
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        because = model.unknown or f"{type(model.known.model).__name__} does not have them"
+        yield (
+            f"{shown} were taken for Linear from their names alone: {because}. Ignore those that "
+            "are not"
+        )
+
+
+def _other_sequences(model: Any, modifiers: Sequence[Modifier]) -> Iterator[str]:
+    """`sequential_targets` that are not what runs one after another here."""
+    for modifier in modifiers:
+        if not isinstance(modifier, GPTQModifier) or modifier.sequential_targets is None:
+            continue
+        try:
+            name, layers = decoder_layers(model)
+        except PipelineError:
+            continue
+        layer = layers[0]
+        for target in modifier.sequential_targets:
+            if not is_match(f"{name}.0", layer, target):
+                yield (
+                    f"sequential_targets has {target!r}, but what runs one after another are the "
+                    f"decoder's layers: {type(layer).__name__}, or leave it out"
+                )
+
+
+# -- matching ---------------------------------------------------------------------------------
+
+
+def _feeds_an_observer(gatherer: IMatrixGatherer, plan: Plan, modules: dict[str, Module]) -> bool:
+    for planned in plan.quantized:
+        weights = planned.scheme.weights
+        if weights is None or weights.observer is None:
+            continue
+        observer = Observer.get_value_from_registry(weights.observer)
+        covered = gatherer.covers(planned.name, modules[planned.name])
+        if issubclass(observer, ImportanceObserver) and covered:
+            return True
+    return False
+
+
+# -- types and strategies ---------------------------------------------------------------------
+
+
+def _unstorable(plan: Plan) -> Iterator[str]:
+    """Ask of every scheme what its observers would ask, before they do."""
+    used = {p.group: p.scheme for p in plan.quantized}
+    for group, scheme in used.items():
+        for base_name, args in _args(scheme):
+            if problem := _refusal(base_name, args):
+                yield f"{base_name} of {group}: {problem}"
+
+
+def _inputs_alone(plan: Plan) -> Iterator[str]:
+    """Static scales of inputs that no format stores without a quantized weight."""
+    for name, scheme in plan.config.config_groups.items():
+        inputs = scheme.input_activations
+        used = any(planned.group == name for planned in plan.quantized)
+        if used and scheme.weights is None and inputs is not None and not inputs.dynamic:
+            yield (
+                f"the config group {name!r} has static scales for inputs, but leaves the weights "
+                "as they are, which no format stores; give it weights, or leave it out"
+            )
+
+
+def _refusal(base_name: str, args: QuantizationArgs) -> str | None:
+    if args.dynamic is True:  # no observer, and compressed-tensors has checked it
+        return None
+    try:
+        check_strategy(base_name, args)
+        check_type(args)
+    except StrategyError as error:
+        return str(error)
+    return None
+
+
+def _args(scheme: QuantizationScheme) -> list[tuple[str, QuantizationArgs]]:
+    pairs = [
+        ("weight", scheme.weights),
+        ("input", scheme.input_activations),
+        ("output", scheme.output_activations),
+    ]
+    return [(label, args) for label, args in pairs if args is not None]
+
+
+def _quantized_token_ids(plan: Plan, modules: dict[str, Module]) -> Iterator[str]:
+    for planned in plan.quantized:
+        embeds = isinstance(modules[planned.name], Embedding)
+        if embeds and planned.scheme.input_activations is not None:
+            yield (
+                f"{planned.name} is an Embedding, and its input, token ids, cannot be quantized: "
+                f"give it a scheme without input_activations, or take it out of {planned.group}"
+            )
+
+
+# -- attention --------------------------------------------------------------------------------
+
+
+def _unsupported_attention(plan: Plan, model: Any, modules: dict[str, Module]) -> Iterator[str]:
+    cache = plan.config.kv_cache_scheme
+    if cache is not None:
+        if problem := _refusal("k", cache):
+            yield f"kv_cache_scheme: {problem}"
+        if not plan.attention:
+            yield (
+                f"kv_cache_scheme: {type(model).__name__} has no attention module with k_proj and "
+                "v_proj whose cache can be quantized; leave it out"
+            )
+    if plan.attention and (problem := _unknown_heads(model)):
+        yield (
+            f"the states of {plan.attention[0]} cannot be quantized: {problem}; leave "
+            f"{'out kv_cache_scheme' if cache is not None else 'attention out of the targets'}"
+        )
+    by_group: dict[str, list[str]] = {}
+    others: list[str] = []
+    for name, module in cached_attention(model).items():
+        group = attention_group(model, plan.config, name, module)
+        if group is not None:
+            by_group.setdefault(group, []).append(name)
+        else:
+            others.append(name)
+    if by_group and others:
+        matched = [name for names in by_group.values() for name in names]
+        yield (
+            f"{next(iter(by_group))} targets {len(matched)} of {len(matched) + len(others)} "
+            f"attention modules, such as {matched[0]}, but not {others[0]}; compressed-tensors "
+            "runs quantized states in all layers or in none: target them all"
+        )
+    for group, names in by_group.items():
+        if problem := _no_scheme_for_attention(plan.config.config_groups[group]):
+            states = count(len(names), "attention module")
+            yield f"{group} targets {states} such as {names[0]}, {problem}"
+
+
+def _unknown_heads(model: Any) -> str | None:
+    """Return why compressed-tensors cannot tell the shape of the states."""
+    from compressed_tensors.utils import get_head_dim, get_num_attn_heads, get_num_kv_heads
+
+    config = model.config.get_text_config()
+    try:
+        get_num_attn_heads(config), get_num_kv_heads(config), get_head_dim(config)
+    except ValueError as error:
+        return str(error).partition(". ")[0]
+    return None
+
+
+def _no_scheme_for_attention(scheme: QuantizationScheme) -> str | None:
+    if scheme.weights is not None:
+        return (
+            "which have no weights of their own: target their projections "
+            "(re:.*self_attn\\.[qkvo]_proj$), or give only input_activations"
+        )
+    if scheme.output_activations is not None or scheme.input_activations is None:
+        return "whose states are quantized by input_activations: give those, and nothing else"
+    return _refusal("q", scheme.input_activations)
+
+
+# -- layers that belong together --------------------------------------------------------------
+
+
+def _tied(model: Any, plan: Plan) -> Iterator[str]:
+    tied = tied_modules(model)
+    for name in sorted({p.name for p in plan.quantized} & tied.keys()):
+        yield (
+            f"{name} shares its weight with {tied[name]}; add it to ignore, or untie them "
+            "(tie_word_embeddings=False) and save the model first"
+        )
+
+
+def _half_fused(modules: dict[str, Module], plan: Plan) -> Iterator[str]:
+    quantized = {p.name: p for p in plan.quantized}
+    for group in fused_groups(modules):
+        taken = [name for name in group if name in quantized]
+        missing = [name for name in group if name not in quantized]
+        if taken and missing:
+            yield (
+                f"{', '.join(taken)} would be quantized but {', '.join(missing)} would not, "
+                "and the server fuses them: target them all, or ignore them all"
+            )
+        elif len({quantized[name].group for name in taken}) > 1:
+            yield (
+                f"{', '.join(taken)} belong to different config groups, and the server fuses "
+                "them: give them one"
+            )
+        elif taken and "weight_scale" in shared_parameters(quantized[taken[0]].scheme):
+            types = {quantized[name].dtype for name in taken}
+            if len(types) > 1:
+                yield (
+                    f"{', '.join(taken)} share one scale when served, but have the types "
+                    f"{', '.join(sorted(map(str, types)))}: save the model in one type first"
+                )
+
+
+def _too_few_rows(planned: Planned) -> Iterator[str]:
+    """Packed zero points of few rows, which compressed-tensors cannot unpack."""
+    args = planned.scheme.weights
+    if args is None or args.symmetric or format_of(planned.scheme) != "pack-quantized":
+        return
+    least = 32 // args.num_bits
+    if args.strategy in ("group", "channel") and planned.shape[0] <= least:
+        yield (
+            f"{planned.name}: zero points of {planned.shape[0]} rows are packed in one word, which "
+            "compressed-tensors does not unpack; ignore it, or use a symmetric scheme"
+        )
+
+
+# -- sizes ------------------------------------------------------------------------------------
+
+
+def _indivisible_in_parallel(plan: Plan) -> Iterator[str]:
+    """Yield one sentence for all layers that have the same name and the same problem."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for planned in plan.quantized:
+        problem = _uneven_share(planned)
+        if problem is not None:
+            leaf = planned.name.rpartition(".")[2]
+            alike.setdefault((leaf, problem), []).append(planned.name)
+    for (leaf, problem), names in alike.items():
+        others = f" ({len(names)} modules, such as {names[0]})" if len(names) > 1 else ""
+        yield f"{leaf if others else names[0]}: {problem}{others}"
+
+
+def _uneven_share(planned: Planned) -> str | None:
+    weights = planned.scheme.weights
+    if weights is None:
+        return None
+    rows, columns = planned.shape
+    by_input = planned.name.rpartition(".")[2] in _ROW_PARALLEL
+    unit, size = (weights.group_size or 1, columns) if by_input else (1, rows)
+    if weights.strategy == "block":
+        unit = weights.block_structure[1 if by_input else 0]
+    bad = [n for n in _PARALLEL if size % unit == 0 and size % (n * unit)]
+    if not bad:
+        return None
+    side = "columns" if by_input else "rows"
+    return (
+        f"{size} {side} do not divide over {bad[0]} processes "
+        f"{f'in units of {unit} ' if unit > 1 else ''}under tensor parallelism; serve it with fewer"
+        f"{', or choose a smaller group size' if by_input and weights.group_size else ''}"
+    )

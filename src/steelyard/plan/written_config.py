@@ -1,0 +1,87 @@
+"""The quantization_config that a checkpoint is written with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from compressed_tensors.quantization import (
+    QuantizationConfig,
+    QuantizationScheme,
+    QuantizationStatus,
+)
+from compressed_tensors.utils.match import is_match, match_name, match_targets
+from torch.nn import Embedding, Linear
+
+from steelyard.checkpoint import format_of, quantization_config_dict
+from steelyard.checkpoint.packed import DENSE
+from steelyard.checkpoint.written import likely_class
+from steelyard.model.attention import implied_cache_scheme
+from steelyard.model.source import Source
+from steelyard.plan.plan import Plan
+
+__all__ = ["written_config"]
+
+
+def written_config(
+    source: Source,
+    config: QuantizationConfig,
+    plan: Plan,
+    plain: Iterable[str],
+    format: str | None = None,
+) -> dict[str, Any]:
+    """Return what config.json says: that of the source, and how it is quantized.
+
+    plain:  the matrices that are written as they were, by their names in the files
+    format: of all quantized weights; None stores each scheme in its own
+    """
+    groups = {
+        name: scheme.model_copy(update={"format": _format_of(scheme, format)})
+        for name, scheme in config.config_groups.items()
+    }
+    written = config.model_copy(
+        update={
+            "config_groups": groups,
+            "kv_cache_scheme": implied_cache_scheme(source.model, config),
+            "ignore": list(dict.fromkeys(_ignored(source, config, plan, plain))),
+            "quantization_status": QuantizationStatus.COMPRESSED,
+            "format": _overall_format(groups.values()),
+        }
+    )
+    return {**source.config(), "quantization_config": quantization_config_dict(written)}
+
+
+def _ignored(
+    source: Source, config: QuantizationConfig, plan: Plan, plain: Iterable[str]
+) -> Iterator[str]:
+    """Name every matrix that is not quantized: a server sees classes, not what we left out.
+
+    Its classes need not be ours: experts that transformers joins are Linear layers there. A head
+    that is tied, and so is in no file, is a Linear there too.
+    """
+    quantized = {source.class_name(planned.name) for planned in plan.quantized}
+    yield from (pattern for pattern in config.ignore if pattern not in quantized)
+    modules = dict(source.model.named_modules())
+    names = {source.module_key(name): name for name in modules}
+    for name in plain:
+        module = modules[names[name]] if name in names else None
+        embeds = isinstance(module, Embedding) and likely_class(name) == "Embedding"
+        if not embeds and not any(match_name(name, pattern) for pattern in config.ignore):
+            yield name
+    targets = [target for scheme in config.config_groups.values() for target in scheme.targets]
+    for name, module in source.class_modules().items():
+        if not isinstance(module, (Linear, Embedding)) or name in quantized:
+            continue
+        if match_targets(name, module, targets) and not is_match(name, module, config.ignore):
+            yield name
+
+
+def _format_of(scheme: QuantizationScheme, chosen: str | None) -> str:
+    return (chosen if scheme.weights is not None else None) or format_of(scheme)
+
+
+def _overall_format(schemes: Iterable[QuantizationScheme]) -> str:
+    formats = {str(scheme.format) for scheme in schemes}
+    if not formats:
+        return DENSE
+    return formats.pop() if len(formats) == 1 else "mixed-precision"

@@ -1,0 +1,84 @@
+"""The two files of a report, each either as it was or as it should be."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from steelyard.engine.result import Result
+from steelyard.errors import ReportError
+from steelyard.report.report import Report
+from steelyard.whole_file import write_whole
+
+__all__ = [
+    "HTML",
+    "JSON",
+    "add_evaluation",
+    "read_report",
+    "report_at",
+    "write_files",
+    "write_report",
+]
+
+JSON, HTML = "report.json", "report.html"
+_DATA = re.compile(rb'<script type="application/json" id="report">(.*?)</script>', re.DOTALL)
+
+
+def write_report(
+    result: Result, folder: str | Path, evaluation: Mapping[str, Any] | None = None
+) -> None:
+    """Write the report of a run beside its checkpoint, which lies in `folder`."""
+    write_files(Report.of(result, evaluation, Path(folder)), folder)
+
+
+def write_files(report: Report, folder: str | Path) -> None:
+    """Write report.json and report.html, over what is there."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    _replace(folder / HTML, report.to_html())
+    _replace(folder / JSON, report.to_json() + "\n")
+
+
+def read_report(folder: str | Path) -> Report:
+    """Read the report that lies beside a checkpoint."""
+    path = Path(folder) / JSON
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise ReportError(
+            f"{path} cannot be read: {error.strerror}; steelyard.oneshot writes it beside each "
+            "checkpoint, write_files anywhere"
+        ) from None
+    try:
+        return Report.from_json(text)
+    except ReportError as error:
+        raise ReportError(f"{path}: {error}") from None
+
+
+def add_evaluation(folder: str | Path, evaluation: Mapping[str, Any]) -> Report:
+    """Put an evaluation into the report of a finished checkpoint, in place of an earlier one."""
+    before = read_report(folder).model_dump()
+    report = Report.model_validate({**before, "evaluation": dict(evaluation)})
+    write_files(report, folder)
+    return report
+
+
+def report_at(path: Path) -> Report | None:
+    """Return the report that a file holds, as data or as a page; None where it is none."""
+    try:
+        text = path.read_bytes()
+        if not text.lstrip().startswith(b"{"):
+            found = _DATA.search(text)
+            text = found[1] if found else b""
+        return Report.from_json(text)
+    except (OSError, ReportError):
+        return None
+
+
+def _replace(path: Path, text: str) -> None:
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        raise ReportError(f"{path} cannot be written: {error.strerror}") from error

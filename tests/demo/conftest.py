@@ -1,8 +1,0 @@
-"""The scripts in tools/ are imported by their own names."""
-
-from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))

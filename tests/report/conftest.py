@@ -1,9 +1,0 @@
-"""Helpers of the pipelines' tests are imported by their own names."""
-
-from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "pipelines"))
