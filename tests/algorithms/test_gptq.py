@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from steelyard import oneshot
 from steelyard.checkpoint import CheckpointWriter
-from steelyard.distributed import Crew
+from steelyard.distributed import ThreadPool
 from steelyard.engine import passes
 from steelyard.engine.passes import Passes
 from steelyard.errors import RecipeError
@@ -183,8 +183,8 @@ def test_moments_are_those_in_float64(dtype: torch.dtype, hands: int) -> None:
     lanes = iter([*(i * 16 // 20 for i in range(20))] * 2)
     found = []
     for shown in (True, False):
-        crew = Crew(hands)
-        with crew, Hessians({"l": linear}, lane=lambda: next(lanes), crew=crew) as moments:
+        pool = ThreadPool(hands)
+        with pool, Hessians({"l": linear}, lane=lambda: next(lanes), pool=pool) as moments:
             for x in batches:
                 if shown:
                     moments.show(x)

@@ -16,7 +16,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from steelyard import oneshot
-from steelyard.distributed import Crew
+from steelyard.distributed import ThreadPool
 from steelyard.engine import passes
 from steelyard.engine.passes import Passes
 from steelyard.engine.run import Run
@@ -85,7 +85,7 @@ def halve(
     settled: list[int] = []
     stages = [[layer.a, layer.b], [layer.c]]
     every = forwards(layer, inputs())
-    with Crew(hands) as crew, Staged(stages, every, lengths(), budget, crew) as staged:
+    with ThreadPool(hands) as pool, Staged(stages, every, lengths(), budget, pool) as staged:
         for index, stage in enumerate(stages):
 
             def see(batch: int, x: torch.Tensor, index: int = index) -> None:
@@ -148,7 +148,10 @@ def test_long_batches_after_short_ones_keep_to_the_budget(hands: int) -> None:
     per_token, most = 4 * (8 + 8), 0
     budget = per_token * (64 * 3 + 2 * hands)
     stages, sizes = [[layer.a, layer.b], [layer.c]], [len(x) for x in data]
-    with Crew(hands) as crew, Staged(stages, forwards(layer, data), sizes, budget, crew) as staged:
+    with (
+        ThreadPool(hands) as pool,
+        Staged(stages, forwards(layer, data), sizes, budget, pool) as staged,
+    ):
 
         def settle() -> None:
             nonlocal most
@@ -184,10 +187,10 @@ def test_what_fails_leaves_nothing_behind(place: str, hands: int) -> None:
             raise ValueError("here")
 
     every = [lambda i=i, x=x: forward(i, x) for i, x in enumerate(inputs(8))]
-    with Crew(hands) as crew:
+    with ThreadPool(hands) as pool:
         with (
             pytest.raises(ValueError, match="here"),
-            Staged(stages, every, lengths(8), UNLIMITED, crew) as staged,
+            Staged(stages, every, lengths(8), UNLIMITED, pool) as staged,
         ):
             for index in range(2):
                 staged.run_to(index, see)
@@ -219,7 +222,10 @@ def test_batches_that_go_another_way_are_refused(way: str, hands: int) -> None:
 
     def drive() -> None:
         every = [*forwards(layer, inputs(2)), stray]
-        with Crew(hands) as crew, Staged(stages, every, lengths(3), UNLIMITED, crew) as staged:
+        with (
+            ThreadPool(hands) as pool,
+            Staged(stages, every, lengths(3), UNLIMITED, pool) as staged,
+        ):
             for index in range(2):
                 staged.run_to(index, nothing)
             list(staged.finish())
@@ -242,7 +248,7 @@ def test_padding_of_a_batch_is_known_while_it_is_seen(hands: int) -> None:
     each = [lambda x=x, mask=mask: padded(x, mask) for x, mask in zip(data, masks, strict=True)]
     rows: list[int] = []
     stages = [[layer.a, layer.b], [layer.c]]
-    with Crew(hands) as crew, Staged(stages, each, lengths(3), UNLIMITED, crew) as staged:
+    with ThreadPool(hands) as pool, Staged(stages, each, lengths(3), UNLIMITED, pool) as staged:
         for index in range(2):
             staged.run_to(index, lambda _, x: rows.append(len(real_tokens(x, "input"))))
             assert len(real_tokens(data[0], "input")) == 4  # it is not known outside
@@ -458,7 +464,7 @@ def test_batches_beside_each_other_write_what_hooks_write(
     beside = Passes._beside
 
     def noting(self: Passes, *args: Any) -> None:
-        taken.append(self.crew.count)
+        taken.append(self.pool.count)
         beside(self, *args)
 
     monkeypatch.setattr(Passes, "_beside", noting)

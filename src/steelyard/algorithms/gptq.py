@@ -17,7 +17,7 @@ from torch.nn import Module, Parameter
 from steelyard.algorithms.module_result import ModuleResult
 from steelyard.checkpoint.figures import module_figures, with_figures
 from steelyard.checkpoint.weight_errors import relative_error
-from steelyard.distributed import Crew, Ranks
+from steelyard.distributed import Ranks, ThreadPool
 from steelyard.fusion import fused_groups
 from steelyard.kernels.gptq_rounding import GPTQResult, activation_order, solve
 from steelyard.modifiers import GPTQModifier
@@ -39,20 +39,20 @@ class GPTQ:
         self.notes = notes
 
     def begin(
-        self, modules: Mapping[str, Module], lane: Callable[[], int], ranks: Ranks, crew: Crew
+        self, modules: Mapping[str, Module], lane: Callable[[], int], ranks: Ranks, pool: ThreadPool
     ) -> Gathering:
         """Return what gathers, while it is entered or shown, for the weights among `modules`.
 
         Observers that weigh columns need not gather any more: H has it on its diagonal.
 
-        lane, ranks, crew: see `Hessians`
+        lane, ranks, pool: see `Hessians`
         """
         weighed = {
             name: module
             for name, module in modules.items()
             if isinstance(module, torch.nn.Linear) and _scheme(module).weights is not None
         }
-        return Gathering(self, weighed, lane, ranks, crew)
+        return Gathering(self, weighed, lane, ranks, pool)
 
 
 class Gathering(Hessians):
@@ -64,9 +64,9 @@ class Gathering(Hessians):
         modules: Mapping[str, Module],
         lane: Callable[[], int],
         ranks: Ranks,
-        crew: Crew,
+        pool: ThreadPool,
     ) -> None:
-        super().__init__(modules, gptq.modifier.offload_hessians, lane, ranks, crew)
+        super().__init__(modules, gptq.modifier.offload_hessians, lane, ranks, pool)
         self.gptq = gptq
         self._weighing: dict[str, ImportanceObserver] = {}
         for name, module in self.modules.items():
@@ -100,7 +100,7 @@ class Gathering(Hessians):
         small = [name for name in chosen if self.columns(name) <= _SMALL]
         for name in small:
             self.hessian(name)  # made here: threads that share it would make it twice
-        solved = self.crew.do((i, partial(self._solve, name)) for i, name in enumerate(small))
+        solved = self.pool.do((i, partial(self._solve, name)) for i, name in enumerate(small))
         results = dict(zip(small, solved, strict=True))
         for name in chosen:
             if name not in results:

@@ -16,7 +16,7 @@ from steelyard.algorithms.gptq import GPTQ, Gathering
 from steelyard.algorithms.importance import RunImportance
 from steelyard.algorithms.module_result import ModuleResult
 from steelyard.checkpoint.figures import module_figures, with_figures
-from steelyard.distributed import Crew, Ranks
+from steelyard.distributed import Ranks, ThreadPool
 from steelyard.engine.assignment import of_weight, owners_of
 from steelyard.engine.result import Result
 from steelyard.engine.statistics import RunStatistics
@@ -44,7 +44,7 @@ class Decisions:
         continues: bool,
         device: torch.device,
         ranks: Ranks,
-        crew: Crew,
+        pool: ThreadPool,
     ) -> None:
         self.result = result
         self.statistics = statistics
@@ -52,7 +52,7 @@ class Decisions:
         self.continues = continues
         self.device = device
         self.ranks = ranks
-        self.crew = crew
+        self.pool = pool
         self.importance = RunImportance(result.recipe)
         self.unseen: list[str] = []
         self.weights_only_schemes: dict[str, QuantizationScheme] = {}
@@ -67,7 +67,7 @@ class Decisions:
         self.importance.only_where_asked(calibration)
         if self.gptq is None:
             return None
-        return self.gptq.begin(calibration.modules, lane, self.ranks, self.crew)
+        return self.gptq.begin(calibration.modules, lane, self.ranks, self.pool)
 
     def decide(self, calibration: Calibration, gptq: Gathering | None) -> dict[str, ModuleResult]:
         """After all data: find the parameters of the modules, and round their weights."""

@@ -24,7 +24,7 @@ from steelyard.algorithms.gptq import moment_bytes, waiting_bytes
 from steelyard.data.limits import check_numbers, learned_positions
 from steelyard.data.samples import HARDLY_ANY_TOKENS, load_samples
 from steelyard.data.tokenizer import checked_tokenizer, tokenizer_of
-from steelyard.distributed import Crew, Ranks, together
+from steelyard.distributed import Ranks, ThreadPool, together
 from steelyard.engine.announce import announce
 from steelyard.engine.identity import digest_of, identity_of
 from steelyard.engine.output import Output
@@ -148,7 +148,7 @@ def oneshot(
     plan.layers = getattr(text_config, "num_hidden_layers", 1)
     plan.hidden = getattr(text_config, "hidden_size", 0)
     device = model_device(source.model)
-    at_once = Crew.on(device).count * batch_size * max_seq_length  # tokens
+    at_once = ThreadPool.on(device).count * batch_size * max_seq_length  # tokens
     if loaded.needs_data and statistics is None:
         plan.tokens = num_calibration_samples * max_seq_length  # at most
         plan.passes = 2 if propagate_error else 1

@@ -15,7 +15,7 @@ from torch.nn import Module
 
 from steelyard.algorithms.gptq import Gathering
 from steelyard.algorithms.module_result import ModuleResult
-from steelyard.distributed import Crew
+from steelyard.distributed import ThreadPool
 from steelyard.engine.decisions import Decisions
 from steelyard.engine.stages import BESIDE, Staged, at_once, find_stages, holding_budget
 from steelyard.fusion import fused_groups
@@ -51,14 +51,14 @@ class Passes:
 
     propagate: show each layer what the quantized layers before it give
     dtype:     the type to compute in; None for that of the model
-    lanes:     of this rank's batches; see `kernels.lane_sum`
+    lanes:     of this rank's batches; see `kernels.partial_sums`
     """
 
     def __init__(
-        self, decisions: Decisions, crew: Crew, propagate: bool, dtype: torch.dtype | None
+        self, decisions: Decisions, pool: ThreadPool, propagate: bool, dtype: torch.dtype | None
     ) -> None:
         self.decisions = decisions
-        self.crew = crew
+        self.pool = pool
         self.propagate = propagate
         self.dtype = dtype
         self.lanes: list[int] = []
@@ -116,10 +116,10 @@ class Passes:
                     run()
             found = self.decisions.decide(calibration, gptq)
         if again is not None:
-            crew = self.crew if stages is not None else Crew()  # of one
+            pool = self.pool if stages is not None else ThreadPool()  # of one
             rounded = rounded_once(calibration.modules.values())
             with computing_in(module, self.dtype, scales=True), rounded:
-                outputs = crew.begin(enumerate(again.forwards))
+                outputs = pool.begin(enumerate(again.forwards))
                 with contextlib.closing(outputs):
                     again.take(outputs)
         return found
@@ -133,11 +133,11 @@ class Passes:
             calibration.show(stage, x)
 
         def outputs() -> Generator[torch.Tensor, None, None]:
-            start, count = 0, self.crew.count
+            start, count = 0, self.pool.count
             while start < len(onward.forwards):
                 some = slice(start, start + count)
                 part = Staged(
-                    parts, onward.forwards[some], onward.tokens[some], sys.maxsize, self.crew
+                    parts, onward.forwards[some], onward.tokens[some], sys.maxsize, self.pool
                 )
                 with part as staged:
                     for index, stage in enumerate(stages):
@@ -146,7 +146,7 @@ class Passes:
                         yield from staged.finish()
                 start += count
                 fitting = at_once(onward.tokens[start:], staged.rate, BESIDE)
-                count = max(fitting, self.crew.count)
+                count = max(fitting, self.pool.count)
 
         with contextlib.closing(outputs()) as shown:
             if self.propagate:
@@ -165,7 +165,7 @@ class Passes:
         with (
             computing_in(layer, self.dtype, without=modules.values()),
             contextlib.ExitStack() as decided,
-            Staged(parts, onward.forwards, onward.tokens, budget, self.crew) as staged,
+            Staged(parts, onward.forwards, onward.tokens, budget, self.pool) as staged,
         ):
             for index, stage in enumerate(stages):
                 found |= self._stage(layer, name, staged, index, stage)
@@ -204,7 +204,7 @@ class Passes:
         if outputs or not modules or (self.decisions.gptq is not None and not self.propagate):
             return None
         stages = None
-        gains = self.decisions.gptq is not None or self.crew.count > 1
+        gains = self.decisions.gptq is not None or self.pool.count > 1
         if self.decisions.ranks.is_first and gains:  # who always has a batch
             with computing_in(layer, self.dtype, without=modules.values()):
                 stages = find_stages(modules, onward.forwards[0], onward.tokens[0])

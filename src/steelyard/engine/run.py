@@ -22,7 +22,7 @@ from steelyard.algorithms.module_result import ModuleResult
 from steelyard.checkpoint.journal import file_record
 from steelyard.checkpoint.weight_errors import weight_error
 from steelyard.data.samples import Samples
-from steelyard.distributed import Crew, Ranks, share
+from steelyard.distributed import Ranks, ThreadPool, share
 from steelyard.engine.assignment import owners_of
 from steelyard.engine.decisions import Decisions
 from steelyard.engine.mark import Mark
@@ -33,7 +33,7 @@ from steelyard.engine.result import Result
 from steelyard.engine.statistics import RunStatistics
 from steelyard.engine.stream import Stream
 from steelyard.errors import PipelineError
-from steelyard.kernels.lane_sum import lane_of
+from steelyard.kernels.partial_sums import lane_of
 from steelyard.model.blocks import (
     Batch,
     LayerSequence,
@@ -70,12 +70,12 @@ class Run:
         self.device = model_device(source.model)
         self.dtype = fast_dtype(source.dtype, self.device)
         self.ranks = ranks
-        self.crew = Crew.on(self.device)
+        self.pool = ThreadPool.on(self.device)
         continues = source.shards is not None
         self.decisions = Decisions(
-            result, statistics, uncalibrated, continues, self.device, ranks, self.crew
+            result, statistics, uncalibrated, continues, self.device, ranks, self.pool
         )
-        self.passes = Passes(self.decisions, self.crew, propagate, self.dtype)
+        self.passes = Passes(self.decisions, self.pool, propagate, self.dtype)
         self.done = 0  # layers
         self.streamed: dict[int, int] = {}  # shard -> its jobs that are done
         self.calibrated = False  # all modules are, and their tensors written
@@ -128,7 +128,7 @@ class Run:
         source, model, layers = self.source, self.source.model, sequence.layers
         mine = self._share(samples)
         total = len(mine) * (len(layers) + 1)
-        with self.crew, progress("calibrating", total, self.show) as advance:
+        with self.pool, progress("calibrating", total, self.show) as advance:
             first = f"{sequence.name}.0"
             with (
                 source.loaded(layers[0], first),
@@ -175,7 +175,7 @@ class Run:
         if self.calibrated:
             return
         mine = [tokens for _, tokens in self._share(samples)]
-        with self.crew, progress("calibrating", len(mine), self.show) as advance:
+        with self.pool, progress("calibrating", len(mine), self.show) as advance:
 
             def run() -> None:
                 model = self.source.model

@@ -6,7 +6,7 @@ batches wait, whoever drives them may change the modules of the stage; then they
 So each module sees what the changed modules before it give, and what comes out in the end is the
 output of the layer as it was changed.
 
-A forward that waits is a greenlet: a stack for each batch, on one thread of a crew. A batch that
+A forward that waits is a greenlet: a stack for each batch, on one thread of a pool. A batch that
 waits holds what its forward has computed so far. Those that do not fit into `budget` are dropped,
 and start again from the layer's input when it is their turn; that changes how long it takes, and no
 bit.
@@ -32,7 +32,7 @@ from greenlet import getcurrent, greenlet
 from torch.nn import Linear, Module
 from torch.utils.hooks import RemovableHandle
 
-from steelyard.distributed import Crew
+from steelyard.distributed import ThreadPool
 from steelyard.errors import PipelineError
 
 __all__ = ["BESIDE", "Staged", "at_once", "find_stages", "holding_budget"]
@@ -120,7 +120,7 @@ class Staged(Generic[T]):
     forwards: one for each batch; called anew where the batch could not be held
     tokens:   of each batch
     budget:   bytes that waiting batches may hold
-    crew:     the threads that batches run on
+    pool:     the threads that batches run on
     """
 
     def __init__(
@@ -129,12 +129,12 @@ class Staged(Generic[T]):
         forwards: Sequence[Callable[[], T]],
         tokens: Sequence[int],
         budget: int,
-        crew: Crew | None = None,
+        pool: ThreadPool | None = None,
     ) -> None:
         self.forwards = forwards
         self.tokens = tokens
         self.budget = budget
-        self.crew = crew or Crew()
+        self.pool = pool or ThreadPool()
         self._stage_of = {module: i for i, stage in enumerate(stages) for module in stage}
         self._stage = 0  # the one to wait at; those before it are done
         self._held: dict[int, tuple[_Pass, int]] = {}  # batch -> what waits, and its bytes
@@ -166,7 +166,7 @@ class Staged(Generic[T]):
         start = 0
         while start < len(self.forwards):
             indices = range(start, self._stop(start))
-            passes = dict(zip(indices, self.crew.do(self._calls(indices)), strict=True))
+            passes = dict(zip(indices, self.pool.do(self._calls(indices)), strict=True))
             if any(one.dead for one in passes.values()):
                 raise _irregular()
             for index, one in passes.items():
@@ -191,7 +191,7 @@ class Staged(Generic[T]):
         Must be ended or closed before this is left.
         """
         self._stage = len(set(self._stage_of.values()))
-        with contextlib.closing(self.crew.begin(self._calls(range(len(self.forwards))))) as passes:
+        with contextlib.closing(self.pool.begin(self._calls(range(len(self.forwards))))) as passes:
             for ended in passes:
                 if len(ended.called) != len(self._stage_of):
                     raise _irregular()
@@ -205,7 +205,7 @@ class Staged(Generic[T]):
     def _stop(self, start: int) -> int:
         """Return the end of the batches that may come to the stage before some must be dropped."""
         if self._stage not in self._rates:  # nothing is known of it yet
-            return min(start + self.crew.count, len(self.forwards))
+            return min(start + self.pool.count, len(self.forwards))
         left = self.budget - sum(held for _, held in self._held.values())
         return start + at_once(self.tokens[start:], self._rates[self._stage], left)
 
@@ -225,7 +225,7 @@ class Staged(Generic[T]):
         return ((index, functools.partial(go_on, index)) for index in indices)
 
     def _drop(self, indices: Iterable[int]) -> None:
-        self.crew.do([(index, self._held.pop(index)[0].throw) for index in indices])
+        self.pool.do([(index, self._held.pop(index)[0].throw) for index in indices])
 
     def _size(self, waiting: _Pass) -> int:
         """Return the bytes that a batch holds; those of one shape hold the same."""

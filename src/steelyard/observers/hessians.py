@@ -3,7 +3,7 @@
 Layers that are called with the same tensor (q, k and v; gate and up) share one: it is computed once
 and held once. Which layers do is seen in the first pass and must not change after it. Several ranks
 gather each its own batches, and `meet` brings together what they have; the order of additions is
-that of `kernels.lane_sum`, whatever their number. A matrix is added to by several threads, each to
+that of `kernels.partial_sums`, whatever their number. A matrix is added to by several threads, each to
 slabs of its own.
 """
 
@@ -17,10 +17,10 @@ import torch
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
-from steelyard.distributed import Crew, Ranks, deal, lanes_of, sendable
+from steelyard.distributed import Ranks, ThreadPool, deal, lanes_of, sendable
 from steelyard.errors import CalibrationError
 from steelyard.kernels.hessian import accumulate, empty_slab, slab_starts, symmetric
-from steelyard.kernels.lane_sum import LaneSum, Partial
+from steelyard.kernels.partial_sums import LaneSum, Partial
 from steelyard.observers.padding import real_tokens
 
 __all__ = ["Hessians"]
@@ -44,13 +44,13 @@ class _Moment:
         self.last: torch.Tensor | None = None  # what was added last
         self._whole: torch.Tensor | None = None
 
-    def add(self, terms: Sequence[Term], crew: Crew) -> None:
+    def add(self, terms: Sequence[Term], pool: ThreadPool) -> None:
         costs = [self.columns - start for start in slab_starts(self.columns)]
-        owners = deal(costs, crew.count)
-        shares: list[list[LaneSum]] = [[] for _ in range(crew.count)]
+        owners = deal(costs, pool.count)
+        shares: list[list[LaneSum]] = [[] for _ in range(pool.count)]
         for slab, owner in zip(self.slabs, owners, strict=True):
             shares[owner].append(slab)
-        crew.do((i, functools.partial(self._add, s, terms)) for i, s in enumerate(shares) if s)
+        pool.do((i, functools.partial(self._add, s, terms)) for i, s in enumerate(shares) if s)
 
     def _add(self, slabs: Sequence[LaneSum], terms: Iterable[Term]) -> None:
         for lane, x in terms:
@@ -71,9 +71,9 @@ class Hessians:
 
     modules: those to gather for, by name
     offload: keep the moments on the CPU, wherever the modules are
-    lane:    returns that of the batch which flows; see `kernels.lane_sum`
+    lane:    returns that of the batch which flows; see `kernels.partial_sums`
     ranks:   those that gather together
-    crew:    the threads that add
+    pool:    the threads that add
     """
 
     def __init__(
@@ -82,13 +82,13 @@ class Hessians:
         offload: bool = False,
         lane: Callable[[], int] = lambda: 0,
         ranks: Ranks | None = None,
-        crew: Crew | None = None,
+        pool: ThreadPool | None = None,
     ) -> None:
         self.modules = dict(modules)
         self.offload = offload
         self.lane = lane
         self.ranks = ranks or Ranks()
-        self.crew = crew or Crew()
+        self.pool = pool or ThreadPool()
         self._noted: list[Term] = []
         self._moments: dict[str, _Moment] = {}
         self._latest: _Moment | None = None
@@ -121,13 +121,13 @@ class Hessians:
         """Add what was noted."""
         if self._noted:
             (moment,) = set(self._moments.values())
-            moment.add(self._noted, self.crew)
+            moment.add(self._noted, self.pool)
             self._noted.clear()
 
     @torch.no_grad()
     def _see(self, name: str, x: torch.Tensor) -> None:
         if (moment := self._to_add(name, x)) is not None:
-            moment.add([self._term(moment, x)], self.crew)
+            moment.add([self._term(moment, x)], self.pool)
 
     def _to_add(self, name: str, x: torch.Tensor) -> _Moment | None:
         """Return the moment that an input is to be added to; None if it is part of it already."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from steelyard.kernels.lane_sum import LANES, lane_of
+from steelyard.kernels.partial_sums import LANES, lane_of
 
 __all__ = ["deal", "lanes_of", "share"]
 

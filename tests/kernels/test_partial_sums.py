@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from steelyard.distributed import lanes_of, share
-from steelyard.kernels.lane_sum import LANES, LaneSum, lane_of
+from steelyard.kernels.partial_sums import LANES, LaneSum, lane_of
 
 
 def zero() -> torch.Tensor:

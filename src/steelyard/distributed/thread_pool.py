@@ -1,9 +1,9 @@
-"""Threads that work beside each other, each on a batch or on a part of a matrix.
+"""A thread pool in which each worker computes a batch, or a part of a matrix, by itself.
 
-An operation on the tensors of one batch is too small to be worth cutting into pieces: two threads
-that share it spend much of their time on meeting. So each thread of a crew computes alone, with its
-share of torch's threads. That share, and with it the rounding of matrix products, depends on how
-many threads torch has and on nothing else: it is one up to 16, and for those above twice as many.
+An operation on the tensors of one batch is too small to split: two threads that share it mostly
+wait for each other. So each worker runs with its part of torch's threads. That part, and with it
+the rounding of matrix products, depends only on the number of threads that torch has: it is one
+up to 16, and for those above twice as many.
 """
 
 from __future__ import annotations
@@ -15,37 +15,37 @@ from typing import TypeVar
 
 import torch
 
-__all__ = ["Crew"]
+__all__ = ["ThreadPool"]
 
 T = TypeVar("T")
 
 _MOST = 16  # each holds a batch, and what its layer makes of it
 
 
-class Crew:
-    """Threads that are started when there is something to do, and end on exit.
+class ThreadPool:
+    """Workers that start with the first call and end on exit.
 
-    count: how many; one alone is whoever calls
+    count: number of worker threads; 1 runs in the calling thread
     """
 
     def __init__(self, count: int = 1) -> None:
         self.count = count
         self.threads = torch.get_num_threads()
         self.share = max(self.threads // count, 1)
-        self._hands: list[ThreadPoolExecutor] = []
+        self._workers: list[ThreadPoolExecutor] = []
 
     @classmethod
-    def on(cls, device: torch.device) -> Crew:
+    def on(cls, device: torch.device) -> ThreadPool:
         """Return as many as torch has threads, but not more than 16; one for a GPU."""
         return cls(min(torch.get_num_threads(), _MOST) if device.type == "cpu" else 1)
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> ThreadPool:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for hand in self._hands:
-            hand.shutdown(cancel_futures=True)
-        self._hands.clear()
+        for worker in self._workers:
+            worker.shutdown(cancel_futures=True)
+        self._workers.clear()
 
     def do(self, calls: Iterable[tuple[int, Callable[[], T]]]) -> list[T]:
         """Make all calls; return what they return, in their order.
@@ -60,14 +60,14 @@ class Crew:
             for _, call in calls:
                 yield call()
             return
-        while len(self._hands) < self.count:
-            self._hands.append(ThreadPoolExecutor(1, initializer=self._start))
+        while len(self._workers) < self.count:
+            self._workers.append(ThreadPoolExecutor(1, initializer=self._start))
         futures: list[Future[T]] = []
         torch.set_num_threads(self.share)  # a thread that is new asks for what was set last
         try:
             for number, call in calls:
                 context = contextvars.copy_context()
-                futures.append(self._hands[number % self.count].submit(context.run, call))
+                futures.append(self._workers[number % self.count].submit(context.run, call))
             while futures:
                 answer = futures[0].result()
                 del futures[0]
