@@ -78,14 +78,14 @@ def forwards(layer: Module, data: list[torch.Tensor]) -> list[Callable[[], torch
 
 @torch.no_grad()
 def halve(
-    layer: Layer, budget: int, hands: int
+    layer: Layer, budget: int, workers: int
 ) -> tuple[list[list[torch.Tensor]], list[torch.Tensor]]:
     """Halve the weights of each stage when all batches wait at it."""
     seen: list[list[torch.Tensor]] = [[], []]
     settled: list[int] = []
     stages = [[layer.a, layer.b], [layer.c]]
     every = forwards(layer, inputs())
-    with ThreadPool(hands) as pool, Staged(stages, every, lengths(), budget, pool) as staged:
+    with ThreadPool(workers) as pool, Staged(stages, every, lengths(), budget, pool) as staged:
         for index, stage in enumerate(stages):
 
             def see(batch: int, x: torch.Tensor, index: int = index) -> None:
@@ -104,11 +104,13 @@ def halve(
 # -- the scheduler --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("hands", [1, 2, 3])
+@pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize(("budget", "starts"), [(UNLIMITED, 5), (0, 15), (1200, None)])
-def test_each_stage_sees_the_changes_before_it(budget: int, starts: int | None, hands: int) -> None:
+def test_each_stage_sees_the_changes_before_it(
+    budget: int, starts: int | None, workers: int
+) -> None:
     layer, changed = Layer(), Layer()
-    seen, outputs = halve(layer, budget, hands)
+    seen, outputs = halve(layer, budget, workers)
     count = len(layer.starts)
     assert 5 < count < 15 if starts is None else count == starts
     with torch.no_grad():
@@ -140,16 +142,16 @@ def test_what_is_held_is_measured() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("hands", [1, 2])
-def test_long_batches_after_short_ones_keep_to_the_budget(hands: int) -> None:
+@pytest.mark.parametrize("workers", [1, 2])
+def test_long_batches_after_short_ones_keep_to_the_budget(workers: int) -> None:
     """What a batch will hold is told from its length, before it has come to the stage."""
     layer = Layer()
-    data = [torch.randn(n, 8) for n in [2] * hands + [64] * 12]
+    data = [torch.randn(n, 8) for n in [2] * workers + [64] * 12]
     per_token, most = 4 * (8 + 8), 0
-    budget = per_token * (64 * 3 + 2 * hands)
+    budget = per_token * (64 * 3 + 2 * workers)
     stages, sizes = [[layer.a, layer.b], [layer.c]], [len(x) for x in data]
     with (
-        ThreadPool(hands) as pool,
+        ThreadPool(workers) as pool,
         Staged(stages, forwards(layer, data), sizes, budget, pool) as staged,
     ):
 
@@ -159,16 +161,16 @@ def test_long_batches_after_short_ones_keep_to_the_budget(hands: int) -> None:
 
         staged.run_to(0, nothing, settle)
         assert most <= budget + 64 * per_token  # one that does not fit is dropped when it was seen
-        assert len(staged._held) == hands + 3
+        assert len(staged._held) == workers + 3
         staged.run_to(1, nothing)
         assert [len(out) for out in staged.finish()] == sizes
     assert at_once([], 1.0, 10) == 1 and at_once([5, 5, 5], 1.0, 10) == 2
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("hands", [1, 3])
+@pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize("place", ["forward", "see", "taking"])
-def test_what_fails_leaves_nothing_behind(place: str, hands: int) -> None:
+def test_what_fails_leaves_nothing_behind(place: str, workers: int) -> None:
     layer, threads = Layer(), torch.get_num_threads()
     stages = [[layer.a, layer.b], [layer.c]]
     unwound: list[int] = []
@@ -187,7 +189,7 @@ def test_what_fails_leaves_nothing_behind(place: str, hands: int) -> None:
             raise ValueError("here")
 
     every = [lambda i=i, x=x: forward(i, x) for i, x in enumerate(inputs(8))]
-    with ThreadPool(hands) as pool:
+    with ThreadPool(workers) as pool:
         with (
             pytest.raises(ValueError, match="here"),
             Staged(stages, every, lengths(8), UNLIMITED, pool) as staged,
@@ -205,9 +207,9 @@ def test_what_fails_leaves_nothing_behind(place: str, hands: int) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("hands", [1, 2])
+@pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("way", ["swapped", "skipped", "other", "twice"])
-def test_batches_that_go_another_way_are_refused(way: str, hands: int) -> None:
+def test_batches_that_go_another_way_are_refused(way: str, workers: int) -> None:
     layer = Layer()
     stages = [[layer.a, layer.b], [layer.c]]
 
@@ -223,7 +225,7 @@ def test_batches_that_go_another_way_are_refused(way: str, hands: int) -> None:
     def drive() -> None:
         every = [*forwards(layer, inputs(2)), stray]
         with (
-            ThreadPool(hands) as pool,
+            ThreadPool(workers) as pool,
             Staged(stages, every, lengths(3), UNLIMITED, pool) as staged,
         ):
             for index in range(2):
@@ -236,8 +238,8 @@ def test_batches_that_go_another_way_are_refused(way: str, hands: int) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("hands", [1, 2])
-def test_padding_of_a_batch_is_known_while_it_is_seen(hands: int) -> None:
+@pytest.mark.parametrize("workers", [1, 2])
+def test_padding_of_a_batch_is_known_while_it_is_seen(workers: int) -> None:
     layer, data = Layer(), inputs(3)
     masks = [torch.tensor([[True] * (3 + i) + [False]]) for i in range(3)]
 
@@ -248,7 +250,7 @@ def test_padding_of_a_batch_is_known_while_it_is_seen(hands: int) -> None:
     each = [lambda x=x, mask=mask: padded(x, mask) for x, mask in zip(data, masks, strict=True)]
     rows: list[int] = []
     stages = [[layer.a, layer.b], [layer.c]]
-    with ThreadPool(hands) as pool, Staged(stages, each, lengths(3), UNLIMITED, pool) as staged:
+    with ThreadPool(workers) as pool, Staged(stages, each, lengths(3), UNLIMITED, pool) as staged:
         for index in range(2):
             staged.run_to(index, lambda _, x: rows.append(len(real_tokens(x, "input"))))
             assert len(real_tokens(data[0], "input")) == 4  # it is not known outside

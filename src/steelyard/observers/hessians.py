@@ -2,9 +2,9 @@
 
 Layers that are called with the same tensor (q, k and v; gate and up) share one: it is computed once
 and held once. Which layers do is seen in the first pass and must not change after it. Several ranks
-gather each its own batches, and `meet` brings together what they have; the order of additions is
-that of `kernels.partial_sums`, whatever their number. A matrix is added to by several threads, each to
-slabs of its own.
+gather each its own batches, and `meet` joins what they have, in the order of additions of
+`kernels.partial_sums`, whatever their number. Several threads add to a matrix, each to slabs of
+its own.
 """
 
 from __future__ import annotations
