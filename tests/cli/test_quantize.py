@@ -9,21 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from commands import Command
-from families import read
+from families import assert_same_tensors, read
 
 from steelyard import oneshot
 from steelyard.checkpoint import CheckpointWriter, Shards, validate_checkpoint
 from steelyard.modifiers import GPTQModifier, IMatrixGatherer, QuantizationModifier
 from steelyard.report import read_report
-
-
-def assert_same_tensors(first: Path, second: Path) -> None:
-    left, right = read(first), read(second)
-    assert left.keys() == right.keys()
-    for name, tensor in left.items():
-        assert torch.equal(tensor.view(torch.uint8), right[name].view(torch.uint8)), name
 
 
 def test_document_and_checkpoint_are_those_of_the_python_call(

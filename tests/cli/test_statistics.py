@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from commands import Command
-from test_quantize import assert_same_tensors
+from families import assert_same_tensors
 
 
 @pytest.fixture

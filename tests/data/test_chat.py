@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from test_data import CHAT, make_tokenizer
+from sample_rows import CHAT, make_tokenizer
 
 from steelyard.data import chat
 from steelyard.data.chat import ChatRenderer

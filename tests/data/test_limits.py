@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_data import make_tokenizer, rows, take, write_jsonl
+from sample_rows import make_tokenizer, rows, take, write_jsonl
 
 from steelyard.data.data_files import LINE
 from steelyard.data.tokens import CHARACTERS, RowReader

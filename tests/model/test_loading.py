@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from families import COMMON, read, small_model, token_batches
-from test_data import make_tokenizer
+from sample_rows import make_tokenizer
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from block_runs import plain_logits, run_in_sequence
 from families import COMMON, read, small_model, token_batches
-from test_sequential import plain_logits, run_in_sequence
 from torch.testing import assert_close
 
 from steelyard import oneshot

@@ -10,7 +10,7 @@ import huggingface_hub.constants
 import pytest
 import torch
 from families import read, small_model, token_batches
-from test_data import make_tokenizer
+from sample_rows import make_tokenizer
 
 from steelyard import oneshot
 from steelyard.errors import CheckpointError, DataError

@@ -309,3 +309,10 @@ def token_batches(seed: int = 0) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     shapes = [(2, 24), (1, 24), (3, 11)]
     return [torch.randint(3, 128, shape, generator=generator) for shape in shapes]
+
+
+def assert_same_tensors(first: Path, second: Path) -> None:
+    left, right = read(first), read(second)
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert torch.equal(tensor.view(torch.uint8), right[name].view(torch.uint8)), name
