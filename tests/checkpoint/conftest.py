@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import pytest
@@ -82,7 +82,12 @@ class SmallModel:
         )
         self.folder = folder / "quantized"
 
-    def write(self, tensors: Tensors | None = None, max_shard_bytes: int = 10**9) -> Path:
+    def write(
+        self,
+        tensors: Tensors | None = None,
+        max_shard_bytes: int = 10**9,
+        changed: Collection[str] = (),
+    ) -> Path:
         content = self.stored if tensors is None else tensors
         with CheckpointWriter(
             self.folder, overwrite=True, max_shard_bytes=max_shard_bytes, source=self.source
@@ -90,7 +95,8 @@ class SmallModel:
             for name, tensor in content.items():
                 writer.add(name, tensor)
             writer.carry(self.source)
-            return writer.finish({"quantization_config": quantization_config_dict(self.config)})
+            config = {"quantization_config": quantization_config_dict(self.config)}
+            return writer.finish(config, changed=changed)
 
 
 @pytest.fixture

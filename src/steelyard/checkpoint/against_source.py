@@ -1,23 +1,28 @@
 """Is a checkpoint made of this source?
 
-Quantized weights are decoded, some rows of each or all, and held against the stored scales. What
-was not quantized, settings and tokenizer must be as they were.
+Quantized weights are decoded, some rows of each or all, and held against the stored scales. Every
+other tensor must have the source's bytes, unless the run claims to have changed it: then it must
+keep its type and shape, and be finite. Settings and tokenizer must be the source's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from steelyard.checkpoint.deviation import Deviation
 from steelyard.checkpoint.digests import Watch, unwatched
+from steelyard.checkpoint.finite import check_finite
 from steelyard.checkpoint.model_files import is_tokenizer_file
 from steelyard.checkpoint.other_files import other_files
 from steelyard.checkpoint.shards import Shards
 from steelyard.checkpoint.stored_weight import StoredWeight
 from steelyard.checkpoint.written import WrittenCheckpoint
+from steelyard.errors import NonFiniteError
 from steelyard.foreign import reason_of, show
 
 __all__ = ["RowsFound", "carried", "comparable", "decoded_rows", "same_config", "same_files"]
@@ -44,6 +49,7 @@ def decoded_rows(
     found: RowsFound,
     *,
     without: set[str],
+    changed: Collection[str] = (),
     reported: Mapping[str, float] | None = None,
     nearest: bool = False,
     whole: Iterable[str] = (),
@@ -54,6 +60,7 @@ def decoded_rows(
 
     found:    filled with how much was decoded
     without:  modules that cannot be decoded
+    changed:  tensors that the run changed: their weights are decoded and must be finite
     reported: module -> relative squared error, held against weights that are decoded whole
     nearest:  every weight was rounded to the nearest code
     whole:    modules of which all rows are decoded, not a sample
@@ -70,7 +77,11 @@ def decoded_rows(
             stored = written.stored(module)
             spans = _spans(stored, None if full or module in whole else budget)
             found.rows += sum(stop - start for start, stop in spans)
-            problem = _compare(stored, source, module, spans, (reported or {}).get(module), nearest)
+            if f"{module}.weight" in changed:
+                problem = _not_finite(stored, spans)
+            else:
+                error = (reported or {}).get(module)
+                problem = _compare(stored, source, module, spans, error, nearest)
             if problem is not None:
                 yield f"{module}.weight {problem}"
             advance(1)
@@ -135,11 +146,31 @@ def _compare(
     return f"decodes with a relative error of {error:.4g}; reported {reported:.4g}"  # NaN, too
 
 
-def carried(written: WrittenCheckpoint, source: Shards, same_bytes: bool = True) -> Iterator[str]:
-    """Yield the tensors that were not quantized and are not as they were.
+def _not_finite(stored: StoredWeight, spans: list[tuple[int, int]]) -> str | None:
+    for start, stop in spans:
+        try:
+            rows = stored.decode(stored.part(start, stop))
+        except (RuntimeError, ValueError, AssertionError, KeyError) as failure:
+            return f"cannot be decoded: {reason_of(failure)}"
+        if not bool(torch.isfinite(rows).all()):
+            return "decodes to values that are not finite"
+    return None
+
+
+def carried(
+    written: WrittenCheckpoint,
+    source: Shards,
+    same_bytes: bool = True,
+    changed: Collection[str] = (),
+) -> Iterator[str]:
+    """Yield the tensors that were not quantized and differ from the source.
 
     same_bytes: False compares type and shape alone
+    changed:    tensors that the run changed, whose values may differ but must be finite
     """
+    for name in sorted(changed):
+        if name not in written.shards and name.rpartition(".")[0] not in written.schemes:
+            yield f"{name} is listed as changed, but there is no such tensor"
     for name in source:
         module, _, local = name.rpartition(".")
         if module in written.schemes and local == "weight":
@@ -151,6 +182,11 @@ def carried(written: WrittenCheckpoint, source: Shards, same_bytes: bool = True)
         there, here = source.info(name), written.shards.info(name)
         if (there.dtype, there.shape) != (here.dtype, here.shape):
             yield f"{name} is {here.dtype} {here.shape}; the source has {there.dtype} {there.shape}"
+        elif name in changed:
+            try:
+                check_finite(name, written.shards.read(name))
+            except NonFiniteError as error:
+                yield str(error)
         elif same_bytes and not written.shards.equal(name, source):
             yield f"{name} is not quantized, but its values differ from the source"
 

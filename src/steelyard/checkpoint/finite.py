@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from steelyard.checkpoint import Shards
+from steelyard.checkpoint.shards import Shards
 from steelyard.errors import NonFiniteError
 from steelyard.observers.type_checks import describe_non_finite
 

@@ -76,6 +76,7 @@ class Journal(_Strict):
     shards:   by number
     open:     by number
     files:    by name, in the work folder
+    changed:  tensors of the source that the run changed without quantizing them
     progress: one mark of each rank; their form is the pipeline's own matter
     """
 
@@ -85,6 +86,7 @@ class Journal(_Strict):
     shards: dict[Count, ShardRecord]
     open: dict[Count, OpenShard]
     files: dict[FileName, FileRecord]
+    changed: list[str] = Field(default_factory=list)
     progress: list[dict[str, Any]]
 
 

@@ -1,7 +1,9 @@
 """`provenance.json`: what a checkpoint was made from, and a digest of every file in it.
 
 Written when all other files are there. It holds no time and no path, so the same run writes the
-same bytes. Files that are meant to be edited later have no digest.
+same bytes. Files that are meant to be edited later have no digest. `changed` lists the tensors that
+differ from the source because the run changed them, before or without quantizing them; it is absent
+where there are none.
 
     {"schema_version": 1, "steelyard": "0.4.0",
      "source": {"config.json": {"bytes": 654, "sha256": "..."},
@@ -9,7 +11,8 @@ same bytes. Files that are meant to be edited later have no digest.
      "files": {"config.json": {"bytes": 1820, "sha256": "..."},
                "model.safetensors": {"bytes": 95123456, "sha256": "...",
                                      "tensors": {"model.norm.weight": "1f0c93ab"}}},
-     "mutable": ["README.md", "report.html", "report.json"]}
+     "mutable": ["README.md", "report.html", "report.json"],
+     "changed": ["model.norm.weight"]}
 
 `tensors` are CRC-32: they tell which tensor changed in a file whose SHA-256 no longer matches.
 """
@@ -19,7 +22,7 @@ from __future__ import annotations
 import hashlib
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -76,6 +79,7 @@ class Provenance(_Strict):
 
     source:  None where a loaded model was quantized
     mutable: files that may change later, such as the report, which `evaluate` updates
+    changed: tensors that differ from the source's because a step of the recipe changed them
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -83,9 +87,10 @@ class Provenance(_Strict):
     source: dict[str, SourceFile] | None = None
     files: dict[str, FileDigest]
     mutable: list[str] = Field(default_factory=lambda: list(MUTABLE))
+    changed: list[str] | None = None
 
     @classmethod
-    def of(cls, folder: Path, source: Path | None) -> Provenance:
+    def of(cls, folder: Path, source: Path | None, changed: Iterable[str] = ()) -> Provenance:
         """Return the provenance of a complete checkpoint; large files are hashed in parallel."""
         names = sorted(
             str(path.relative_to(folder).as_posix())
@@ -97,16 +102,18 @@ class Provenance(_Strict):
             digests = pool.map(file_digest, [folder / name for name in names])
             files = dict(zip(names, digests, strict=True))
         origin = None if source is None else source_of(source)
-        return cls(steelyard=_version(), source=origin, files=files)
+        return cls(
+            steelyard=_version(), source=origin, files=files, changed=sorted(changed) or None
+        )
 
     def to_json(self) -> str:
         return self.model_dump_json(indent=1, exclude_none=True) + "\n"
 
 
-def write_provenance(folder: Path, source: Path | None) -> None:
+def write_provenance(folder: Path, source: Path | None, changed: Iterable[str] = ()) -> None:
     """Write `provenance.json` into a complete checkpoint, and wait until it is on the disk."""
     path = folder / PROVENANCE
-    path.write_text(Provenance.of(folder, source).to_json(), "utf-8")
+    path.write_text(Provenance.of(folder, source, changed).to_json(), "utf-8")
     sync(path)
     sync(folder)
 

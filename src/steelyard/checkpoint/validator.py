@@ -9,7 +9,7 @@ quantizing.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,6 +38,7 @@ from steelyard.checkpoint.shards import Shards
 from steelyard.checkpoint.structure import Structure
 from steelyard.checkpoint.written import WrittenCheckpoint
 from steelyard.errors import CheckpointError
+from steelyard.words import count
 
 __all__ = ["Findings", "check_checkpoint", "validate_checkpoint"]
 
@@ -70,6 +71,7 @@ def validate_checkpoint(
     fused: Iterable[tuple[str, ...]] = (),
     allow_negative: bool = False,
     same_bytes: bool = True,
+    changed: Collection[str] = (),
     dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> list[str]:
     """Return the problems of a checkpoint, one line each; an empty list means that it is good.
@@ -84,6 +86,7 @@ def validate_checkpoint(
         fused=fused,
         allow_negative=allow_negative,
         same_bytes=same_bytes,
+        changed=changed,
         dtypes=dtypes,
         digests=False,
     ).problems
@@ -100,6 +103,7 @@ def check_checkpoint(
     allow_negative: bool = False,
     nearest: bool = False,
     same_bytes: bool = True,
+    changed: Collection[str] | None = None,
     dtypes: Mapping[str, torch.dtype] | None = None,
     digests: bool = True,
     full: bool = False,
@@ -117,6 +121,8 @@ def check_checkpoint(
     allow_negative: symmetric integer weights may have negative scales
     nearest:        every weight was rounded to the nearest code
     same_bytes:     compare unquantized tensors byte for byte, not by type and shape alone
+    changed:        tensors that the run changed: they have the source's type and shape and are
+                    finite; None takes those that provenance.json lists, if digests are compared
     dtypes:         module -> the type that its weight had, where no source tells
     digests:        compare the files with provenance.json
     full:           decode all rows of all weights
@@ -127,6 +133,8 @@ def check_checkpoint(
     provenance = None
     if digests:
         provenance = _check_files(folder, found, watch)
+    if changed is None:
+        changed = set((provenance.changed or ()) if provenance is not None else ())
     try:
         written = WrittenCheckpoint(folder, source, dtypes)
     except CheckpointError as error:
@@ -150,13 +158,19 @@ def check_checkpoint(
                 source,
                 found.rows,
                 without=structure.broken,
+                changed=changed,
                 reported=reported,
                 nearest=nearest,
                 whole=_whole(written, source, reported, samples),
                 full=full,
                 watch=watch,
             )
-            found.problems += carried(written, source, same_bytes)
+            found.problems += carried(written, source, same_bytes, changed)
+            if changed:
+                found.notes.append(
+                    f"{count(len(changed), 'tensor')} that the run changed, such as "
+                    f"{min(changed)}: compared with the source by type and shape alone"
+                )
             found.problems += _settings(written, source.folder, provenance, found.notes)
     return found
 
@@ -198,11 +212,11 @@ def _whole(
     """Return the modules that are decoded whole, to hold their error against the reported one."""
     known = [m for m in comparable(written, source) if m in (reported or {})]
     size = sum(math.prod(source.info(f"{m}.weight").shape) for m in known)
-    count = min(samples, max(_ENOUGH * len(known) // max(size, 1), 2))
-    if len(known) <= count:
+    wanted = min(samples, max(_ENOUGH * len(known) // max(size, 1), 2))
+    if len(known) <= wanted:
         return known
-    step = (len(known) - 1) / max(count - 1, 1)
-    return [known[round(i * step)] for i in range(count)]
+    step = (len(known) - 1) / max(wanted - 1, 1)
+    return [known[round(i * step)] for i in range(wanted)]
 
 
 def _settings(

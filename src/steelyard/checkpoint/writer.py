@@ -93,6 +93,7 @@ class CheckpointWriter:
         self.progress: list[dict[str, Any]] = []  # what the last marks of an earlier run said
         self.files: dict[str, dict[str, int]] = {}  # of the work folder, that they speak of
         self.finished = False  # an earlier run came to its end, but for a word
+        self.changed: set[str] = set()  # see `claim`
         self.source: Path | None = None  # a folder, where there is one
         if source is not None:
             self.source = source.folder if isinstance(source, Shards) else Path(source)
@@ -171,13 +172,17 @@ class CheckpointWriter:
                 self.progress,
                 self.files,
                 self.finished,
+                sorted(self.changed),
                 self._shards,
                 self._left,
                 self._keep,
             )
         begun = self.ranks.broadcast(begun)
         assert begun is not None
-        self.progress, self.files, self.finished, self._shards, self._left, self._keep = begun
+        self.progress, self.files, self.finished, changed, self._shards, self._left, self._keep = (
+            begun
+        )
+        self.changed = set(changed)
         for shard in (*self._shards.values(), *self._left.values()):
             self._names.update(shard["names"])
         self._position = len(self._shards)
@@ -217,6 +222,7 @@ class CheckpointWriter:
         self.progress = [each for journal in journals for each in journal["progress"]]
         for journal in journals:
             self.files.update(journal["files"])
+            self.changed.update(journal["changed"])
         if self.finished:
             if self.partial.exists():  # what the output held before: they were exchanged
                 shutil.rmtree(self.partial)
@@ -318,6 +324,7 @@ class CheckpointWriter:
                 "shards": self._shards,
                 "open": left,
                 "files": self.files,
+                "changed": sorted(self.changed),
                 "progress": progress,
             },
             self.ranks.rank,
@@ -345,6 +352,17 @@ class CheckpointWriter:
         file = self._file_for(name, info.nbytes, len(info.shape))
         given = source.pieces(name) if pieces is None else pieces
         file.add_pieces(name, info.dtype, info.shape, given)
+
+    def claim(self, names: Iterable[str]) -> None:
+        """Record that the run changed these tensors of the source.
+
+        names: as in the files; the `weight` of a quantized module too, where it was changed before
+               it was quantized
+
+        The validator holds all others to the bytes of the source. Claims are part of the next mark,
+        and `join` gathers those of all ranks.
+        """
+        self.changed.update(names)
 
     def at(self, position: int) -> None:
         """Let the tensors that follow be those of one shard, which holds them all.
@@ -395,8 +413,9 @@ class CheckpointWriter:
         self._require_open()
         if self._planned:
             self._close_shard()
-        for shards in self.ranks.gather(self._shards):
+        for shards, changed in self.ranks.gather((self._shards, sorted(self.changed))):
             self._shards.update(shards)
+            self.changed.update(changed)
         for shard in self._shards.values():
             self._names.update(shard["names"])
         self._left.clear()
@@ -455,10 +474,16 @@ class CheckpointWriter:
 
     # -- the end ----------------------------------------------------------------------------
 
-    def finish(self, config: dict[str, Any], check: Callable[[Path], None] | None = None) -> Path:
+    def finish(
+        self,
+        config: dict[str, Any],
+        check: Callable[[Path], None] | None = None,
+        changed: Iterable[str] = (),
+    ) -> Path:
         """Write the config, name the shards, and move the checkpoint into place; return its path.
 
-        check: called with the complete folder before it is moved; may raise
+        check:   called with the complete folder before it is moved; may raise
+        changed: tensors to `claim`; all claims go to provenance.json
 
         Where marks are made, one must say that all tensors are there before this is called.
         From the moment that it is complete it is not removed again: if it cannot be moved into
@@ -468,6 +493,7 @@ class CheckpointWriter:
         self._close_shard()
         if not self._shards:
             raise CheckpointError(f"no tensor was added to {self.output_dir}")
+        self.claim(changed)
         self._record(self.progress, complete=False)
         if self.keep_tokenizer and self.output_dir.is_dir():
             self.carry_tokenizer(self.output_dir)
@@ -478,7 +504,9 @@ class CheckpointWriter:
         self._keep = True
         if check is not None:
             check(self.partial)
-        write_provenance(self.partial, self.source)  # last, since `check` may add files
+        write_provenance(
+            self.partial, self.source, self.changed
+        )  # last, since `check` may add files
         self._record(self.progress, complete=True)
         try:
             check_output(

@@ -251,6 +251,7 @@ class Output:
                 samples=min(8, 2 + len(reported) // 32),  # a small part of the run's own work
                 fused=_fused(self.source, plan),
                 allow_negative=_negative(config),
+                changed=self.writer.changed if self.writer is not None else (),
                 dtypes={self.source.module_key(p.name): p.dtype for p in plan.quantized},
             )
             unexpected = _unexpected(folder, content, plan)
