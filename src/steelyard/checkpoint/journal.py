@@ -1,6 +1,6 @@
 """The journal of an unfinished run: how far it came, in one sealed JSON file.
 
-    {"format": 4, "sha256": "...", "content": {...}}
+    {"format": 5, "sha256": "...", "content": {...}}
 
 The digest is that of the content as it is written, so that a file which a disk or an editor changed
 is noticed whatever was changed in it. It is no signature: who can write the folder can also write a
@@ -22,7 +22,7 @@ from steelyard.errors import CheckpointError
 
 __all__ = ["check_file", "file_record", "journal_text", "read_journal"]
 
-_FORMAT = 4
+_FORMAT = 5
 
 Count = Annotated[int, Field(ge=0)]
 Crc = Annotated[int, Field(ge=0, lt=1 << 32)]
@@ -86,7 +86,7 @@ class Journal(_Strict):
     shards: dict[Count, ShardRecord]
     open: dict[Count, OpenShard]
     files: dict[FileName, FileRecord]
-    changed: list[str] = Field(default_factory=list)
+    changed: list[str]
     progress: list[dict[str, Any]]
 
 
