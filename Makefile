@@ -22,7 +22,7 @@ OLDEST_TESTS := $(wildcard tests/observers tests/conformance tests/properties te
 OLDEST_TESTS += tests/algorithms/test_gptq.py  # which stores g_idx only there
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest browser check docs bench e2e clean
+.PHONY: help demo test test-oldest browser clang check docs bench e2e clean
 
 # One thread per test process, or the workers fight over the cores.
 test test-oldest: export OMP_NUM_THREADS := 1
@@ -37,7 +37,7 @@ test: $(READY_DEV) browser  ## run all tests, then those of test-oldest
 	$(VENV)/bin/python -m pytest -n $(WORKERS)
 	$(MAKE) test-oldest
 
-test-oldest: $(READY_OLDEST)  ## run the tests of the core with the oldest supported versions
+test-oldest: $(READY_OLDEST)  ## run the tests of the core with the oldest versions, built with clang
 	$(OLDEST)/bin/python -m pytest -n $(WORKERS) $(OLDEST_TESTS)
 
 # $(call need,programs,package,why): install Debian's package unless one of the programs is there.
@@ -61,6 +61,9 @@ endef
 browser:  ## install Chromium, where there is none
 	$(call need,chromium chromium-browser google-chrome google-chrome-stable,chromium,\
 		the page of the report is tested in a browser)
+
+clang:  ## install clang, where there is none
+	$(call need,clang++,clang,the oldest environment is built with clang)
 
 check: $(READY_DEV)  ## lint, formatting and types
 	$(VENV)/bin/ruff check
@@ -90,6 +93,10 @@ clean:  ## remove environments, builds and caches
 $(READY): constraints.txt
 $(READY_OLDEST): constraints-oldest.txt
 $(READY_OLDEST): EXTRAS := [dev]
+# The other compiler, and a flag that must not reach the kernels, so that one run tests both.
+$(READY_OLDEST): export CXX := clang++
+$(READY_OLDEST): export CXXFLAGS := -march=native
+$(READY_OLDEST): | clang
 
 $(READY) $(READY_OLDEST): pyproject.toml CMakeLists.txt $(NATIVE)
 	$(PYTHON) -m venv $(@D)
