@@ -18,6 +18,7 @@ READY := $(VENV)/.installed-$(PACKAGES)
 READY_DEV := $(VENV)/.installed-dev-$(PACKAGES)
 READY_OLDEST := $(OLDEST)/.installed-$(PACKAGES)
 
+WEB := '**/*.js' '**/*.css'
 OLDEST_TESTS := $(wildcard tests/observers tests/conformance tests/properties tests/kernels tests/checkpoint)
 OLDEST_TESTS += tests/algorithms/test_gptq.py  # which stores g_idx only there
 
@@ -65,10 +66,16 @@ browser:  ## install Chromium, where there is none
 clang:  ## install clang, where there is none
 	$(call need,clang++,clang,the oldest environment is built with clang)
 
+# Scripts of the report see each other's names, so names are looked up in all of them at once.
 check: $(READY_DEV)  ## lint, formatting and types
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
+	$(VENV)/bin/oxfmt --check $(WEB)
+	$(VENV)/bin/oxlint -A no-undef -A no-unused-vars
+	@mkdir -p build
+	cat src/steelyard/report/template/*.js > build/report.js
+	$(VENV)/bin/oxlint --no-ignore build/report.js
 
 docs: $(DOCS)/.installed  ## build the pages in docs/ as a site, in build/site
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build

@@ -6,6 +6,7 @@ promises. Times are taken inside the page, and the best of three counts.
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -473,3 +474,18 @@ def test_policy_forbids_the_network(browser: Browser, tmp_path: Path) -> None:
         thread.join()
     assert blocked == [["connect-src", "img-src", "script-src-elem"], None]
     assert set(server.asked) <= {"/", "/favicon.ico"}
+
+
+def test_the_browser_knows_every_declaration(show: Callable[..., Page]) -> None:
+    page = show(layered(2))
+    style = page.locator("style").text_content()
+    assert style
+    declared = [
+        list(map(str.strip, line.split(":", 1)))
+        for body in re.findall(r"\{([^{}]*)\}", re.sub(r"/\*.*?\*/", "", style, flags=re.DOTALL))
+        for line in body.split(";")
+        if line.strip()
+    ]
+    assert ["margin", "0"] in declared
+    unknown = page.evaluate("(all) => all.filter(([p, v]) => !CSS.supports(p, v))", declared)
+    assert unknown == []

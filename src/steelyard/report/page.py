@@ -14,6 +14,15 @@ from importlib import resources
 
 __all__ = ["page_of"]
 
+_STYLES = (
+    "palette.css",
+    "page.css",
+    "sections.css",
+    "charts.css",
+    "heat.css",
+    "table.css",
+    "module.css",
+)
 _SCRIPTS = (
     "words.js",
     "charts.js",
@@ -22,6 +31,8 @@ _SCRIPTS = (
     "table.js",
     "module.js",
     "comparison.js",
+    "summary.js",
+    "evaluation.js",
     "page.js",
 )
 _UNSAFE = "<>&\u2028\u2029"  # in a script element
@@ -32,7 +43,7 @@ def page_of(report: str, name: str | None) -> str:
 
     name: stands in the title of the window
     """
-    style = _file("page.css")
+    style = "\n".join(map(_file, _STYLES))
     script = '"use strict";\n(() => {\n' + "\n".join(map(_file, _SCRIPTS)) + "\n})();\n"
     policy = (
         f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; "

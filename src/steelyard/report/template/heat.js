@@ -4,27 +4,60 @@ const LEVELS = 12;
 
 const mean = (numbers) =>
   numbers.length ? numbers.reduce((a, b) => a + b, 0) / numbers.length : null;
-const known = (modules, key) => modules.map((m) => m[key]).filter((n) => n !== null && n !== undefined);
+const known = (modules, key) =>
+  modules.map((m) => m[key]).filter((n) => n !== null && n !== undefined);
 
 // value: of the modules of one cell; worse: whether more is worse (1) or less; scaled: what is even in colour
 const MEASURES = {
-  snr: { label: "Signal to noise", unit: "of the weights", worse: -1,
-    value: (modules) => { const e = mean(known(modules, "error")); return e ? -10 * Math.log10(e) : null; },
-    text: (n) => `${n.toFixed(1)} dB` },
-  error: { label: "Relative error", unit: "squared", worse: 1, scaled: (n) => Math.log(Math.max(n, 1e-30)),
-    value: (modules) => mean(known(modules, "error")), text: small },
-  clipped: { label: "Clipped", unit: "share of weights", worse: 1,
-    value: (modules) => mean(known(modules, "clipped")), text: share },
-  tokens: { label: "Tokens seen", unit: "tokens", worse: -1, scaled: Math.log1p,
-    value: (modules) => Math.min(...known(modules, "tokens")), text: count },
+  snr: {
+    label: "Signal to noise",
+    unit: "of the weights",
+    worse: -1,
+    value: (modules) => {
+      const e = mean(known(modules, "error"));
+      return e ? -10 * Math.log10(e) : null;
+    },
+    text: (n) => `${n.toFixed(1)} dB`,
+  },
+  error: {
+    label: "Relative error",
+    unit: "squared",
+    worse: 1,
+    scaled: (n) => Math.log(Math.max(n, 1e-30)),
+    value: (modules) => mean(known(modules, "error")),
+    text: small,
+  },
+  clipped: {
+    label: "Clipped",
+    unit: "share of weights",
+    worse: 1,
+    value: (modules) => mean(known(modules, "clipped")),
+    text: share,
+  },
+  tokens: {
+    label: "Tokens seen",
+    unit: "tokens",
+    worse: -1,
+    scaled: Math.log1p,
+    value: (modules) => Math.min(...known(modules, "tokens")),
+    text: count,
+  },
 };
+
+// Which cell an event is about.
+const cellOf = (event) => event.target.dataset && event.target.dataset.at;
 
 // rows: [{key, label}], columns: [label], cells: Map of "row/column" to modules
 function heatMap({ label, rows, columns, columnName, cells, open }) {
   const readout = el("p", { class: "readout", "aria-live": "polite" });
   const legend = el("div", { class: "legend", "aria-hidden": "true" });
-  const grid = el("div", { class: "heat", role: "grid", "aria-label": label,
-    "aria-rowcount": rows.length, "aria-colcount": columns.length });
+  const grid = el("div", {
+    class: "heat",
+    role: "grid",
+    "aria-label": label,
+    "aria-rowcount": rows.length,
+    "aria-colcount": columns.length,
+  });
   grid.style.gridTemplateColumns = `max-content repeat(${columns.length}, minmax(var(--cell), 1fr))`;
   grid.classList.toggle("few", columns.length < 16);
   const nodes = new Map();
@@ -34,30 +67,52 @@ function heatMap({ label, rows, columns, columnName, cells, open }) {
   const every = Math.max(1, Math.ceil(columns.length / 16));
   rows.forEach((row, r) => {
     const dot = row.label.lastIndexOf(".") + 1;
-    const line = el("div", { role: "row" }, el("div", { role: "rowheader", class: "name", title: row.label },
-      el("span", { class: "path" }, row.label.slice(0, dot)), row.label.slice(dot)));
+    const line = el(
+      "div",
+      { role: "row" },
+      el(
+        "div",
+        { role: "rowheader", class: "name", title: row.label },
+        el("span", { class: "path" }, row.label.slice(0, dot)),
+        row.label.slice(dot),
+      ),
+    );
     columns.forEach((_, c) => {
       const there = cells.has(`${r}/${c}`);
-      const node = el("div", there ? { role: "gridcell", tabindex: -1, "data-at": `${r}/${c}` }
-        : { role: "gridcell", class: "none", "aria-label": "no module" });
+      const node = el(
+        "div",
+        there
+          ? { role: "gridcell", tabindex: -1, "data-at": `${r}/${c}` }
+          : { role: "gridcell", class: "none", "aria-label": "no module" },
+      );
       if (there) nodes.set(`${r}/${c}`, node);
       line.append(node);
     });
     grid.append(line);
   });
-  grid.append(el("div", { class: "columns", "aria-hidden": "true" }, el("span", {}, columnName),
-    columns.map((name, c) => el("span", {}, c % every === 0 || !/^\d/.test(name) ? name : ""))));
+  grid.append(
+    el(
+      "div",
+      { class: "columns", "aria-hidden": "true" },
+      el("span", {}, columnName),
+      columns.map((name, c) => el("span", {}, c % every === 0 || !/^\d/.test(name) ? name : "")),
+    ),
+  );
 
   function describe(at) {
     const [r, c] = at.split("/").map(Number);
     const modules = cells.get(at);
     const value = measure.value(modules);
-    const what = modules.length === 1 ? modules[0].name
-      : `${rows[r].label}, ${columnName} ${columns[c]}: ${modules.length} modules`;
+    const what =
+      modules.length === 1
+        ? modules[0].name
+        : `${rows[r].label}, ${columnName} ${columns[c]}: ${modules.length} modules`;
     return `${what}: ${value === null ? NONE : measure.text(value)}`;
   }
 
-  function show(at) { readout.textContent = describe(at); }
+  function show(at) {
+    readout.textContent = describe(at);
+  }
 
   function go(at, focus) {
     if (current) nodes.get(current).tabIndex = -1;
@@ -73,7 +128,8 @@ function heatMap({ label, rows, columns, columnName, cells, open }) {
     const values = new Map([...nodes.keys()].map((at) => [at, measure.value(cells.get(at))]));
     const scaled = measure.scaled ?? ((n) => n);
     const all = [...values.values()].filter((n) => n !== null);
-    const low = all.reduce((a, b) => Math.min(a, b), Infinity), high = all.reduce((a, b) => Math.max(a, b), -Infinity);
+    const low = all.reduce((a, b) => Math.min(a, b), Infinity),
+      high = all.reduce((a, b) => Math.max(a, b), -Infinity);
     for (const [at, node] of nodes) {
       const value = values.get(at);
       let level = 0;
@@ -86,16 +142,25 @@ function heatMap({ label, rows, columns, columnName, cells, open }) {
     }
     const ends = all.length ? [measure.text(low), measure.text(high)] : [NONE, NONE];
     if (measure.worse < 0) ends.reverse();
-    legend.replaceChildren(el("span", {}, ends[0]),
-      el("span", { class: "ramp" }, Array.from({ length: LEVELS }, (_, i) => el("i", { class: `c${i}` }))),
-      el("span", {}, ends[1]), el("span", { class: "unit" }, `${measure.unit}, worse to the right`));
+    legend.replaceChildren(
+      el("span", {}, ends[0]),
+      el(
+        "span",
+        { class: "ramp" },
+        Array.from({ length: LEVELS }, (_, i) => el("i", { class: `c${i}` })),
+      ),
+      el("span", {}, ends[1]),
+      el("span", { class: "unit" }, `${measure.unit}, worse to the right`),
+    );
     readout.textContent = "Point at a cell, or walk with the arrow keys; Enter opens it.";
   }
 
   function step(dr, dc) {
     let [r, c] = current.split("/").map(Number);
-    do { r += dr; c += dc; } while (r >= 0 && c >= 0 && r < rows.length && c < columns.length
-      && !nodes.has(`${r}/${c}`));
+    do {
+      r += dr;
+      c += dc;
+    } while (r >= 0 && c >= 0 && r < rows.length && c < columns.length && !nodes.has(`${r}/${c}`));
     if (nodes.has(`${r}/${c}`)) go(`${r}/${c}`, true);
   }
 
@@ -105,25 +170,50 @@ function heatMap({ label, rows, columns, columnName, cells, open }) {
     go(last ? line[line.length - 1] : line[0], true);
   }
 
-  const KEYS = { ArrowUp: () => step(-1, 0), ArrowDown: () => step(1, 0), ArrowLeft: () => step(0, -1),
-    ArrowRight: () => step(0, 1), Home: () => end(false), End: () => end(true),
-    Enter: () => open(cells.get(current)), " ": () => open(cells.get(current)) };
+  const KEYS = {
+    ArrowUp: () => step(-1, 0),
+    ArrowDown: () => step(1, 0),
+    ArrowLeft: () => step(0, -1),
+    ArrowRight: () => step(0, 1),
+    Home: () => end(false),
+    End: () => end(true),
+    Enter: () => open(cells.get(current)),
+    " ": () => open(cells.get(current)),
+  };
   grid.addEventListener("keydown", (event) => {
     if (!KEYS[event.key] || !current || event.ctrlKey || event.metaKey || event.altKey) return;
     event.preventDefault();
     KEYS[event.key]();
   });
-  const at = (event) => event.target.dataset && event.target.dataset.at;
-  grid.addEventListener("pointerover", (event) => { if (at(event)) show(at(event)); });
-  grid.addEventListener("focusin", (event) => { if (at(event)) { go(at(event), false); show(at(event)); } });
-  grid.addEventListener("click", (event) => { if (at(event)) { go(at(event), true); open(cells.get(at(event))); } });
+  grid.addEventListener("pointerover", (event) => {
+    if (cellOf(event)) show(cellOf(event));
+  });
+  grid.addEventListener("focusin", (event) => {
+    if (cellOf(event)) {
+      go(cellOf(event), false);
+      show(cellOf(event));
+    }
+  });
+  grid.addEventListener("click", (event) => {
+    if (cellOf(event)) {
+      go(cellOf(event), true);
+      open(cells.get(cellOf(event)));
+    }
+  });
   if (nodes.size) go(nodes.keys().next().value, false);
-  return { paint, parts: [el("div", { class: "scroll" }, grid), el("div", { class: "below" }, readout, legend)] };
+  return {
+    paint,
+    parts: [el("div", { class: "scroll" }, grid), el("div", { class: "below" }, readout, legend)],
+  };
 }
 
 function measuresIn(modules) {
   return Object.entries(MEASURES)
-    .filter(([key]) => modules.some((m) => (key === "tokens" ? m.tokens > 0 : m[key] !== null && m[key] !== undefined)))
+    .filter(([key]) =>
+      modules.some((m) =>
+        key === "tokens" ? m.tokens > 0 : m[key] !== null && m[key] !== undefined,
+      ),
+    )
     .map(([key, measure]) => [key, measure.label]);
 }
 
@@ -134,24 +224,38 @@ function place(cells, at, module) {
 
 // Depth across, kinds downwards; what is outside of the layers has a column of its own.
 function errorMap(modules, open) {
-  const depths = [...new Set(modules.map((m) => m.depth))].sort((a, b) => (a ?? Infinity) - (b ?? Infinity));
+  const depths = [...new Set(modules.map((m) => m.depth))].toSorted(
+    (a, b) => (a ?? Infinity) - (b ?? Infinity),
+  );
   const kinds = [...new Set(modules.map((m) => m.kind))];
   const cells = new Map();
   const row = new Map(kinds.map((kind, i) => [kind, i]));
   const column = new Map(depths.map((depth, i) => [depth, i]));
   for (const m of modules) place(cells, `${row.get(m.kind)}/${column.get(m.depth)}`, m);
-  return heatMap({ label: "Modules by kind and layer", rows: kinds.map((label) => ({ label })),
-    columns: depths.map((d) => (d === null ? "out" : String(d))), columnName: "layer", cells, open });
+  return heatMap({
+    label: "Modules by kind and layer",
+    rows: kinds.map((label) => ({ label })),
+    columns: depths.map((d) => (d === null ? "out" : String(d))),
+    columnName: "layer",
+    cells,
+    open,
+  });
 }
 
 // Experts across, layers downwards.
 function expertMap(modules, open) {
-  const experts = [...new Set(modules.map((m) => m.expert))].sort((a, b) => a - b);
-  const depths = [...new Set(modules.map((m) => m.depth))].sort((a, b) => a - b);
+  const experts = [...new Set(modules.map((m) => m.expert))].toSorted((a, b) => a - b);
+  const depths = [...new Set(modules.map((m) => m.depth))].toSorted((a, b) => a - b);
   const cells = new Map();
   const row = new Map(depths.map((depth, i) => [depth, i]));
   const column = new Map(experts.map((expert, i) => [expert, i]));
   for (const m of modules) place(cells, `${row.get(m.depth)}/${column.get(m.expert)}`, m);
-  return heatMap({ label: "Experts by layer", rows: depths.map((d) => ({ label: `layer ${d}` })),
-    columns: experts.map(String), columnName: "expert", cells, open });
+  return heatMap({
+    label: "Experts by layer",
+    rows: depths.map((d) => ({ label: `layer ${d}` })),
+    columns: experts.map(String),
+    columnName: "expert",
+    cells,
+    open,
+  });
 }

@@ -28,7 +28,10 @@ function bytes(n) {
   if (n === null || n === undefined) return NONE;
   const units = ["B", "kB", "MB", "GB", "TB"];
   let i = 0;
-  while (n >= 999.5 && i < units.length - 1) { n /= 1000; i += 1; }
+  while (n >= 999.5 && i < units.length - 1) {
+    n /= 1000;
+    i += 1;
+  }
   return `${i === 0 ? n : n.toPrecision(3)} ${units[i]}`;
 }
 
@@ -61,8 +64,7 @@ function duration(seconds) {
 }
 
 const shape = (sizes) => (sizes ? sizes.join(" × ") : NONE);
-const snr = (row) =>
-  row.snr ?? (row.error ? -10 * Math.log10(row.error) : null);
+const snr = (row) => row.snr ?? (row.error ? -10 * Math.log10(row.error) : null);
 
 function anything(value) {
   if (value === null) return NONE;
@@ -71,22 +73,53 @@ function anything(value) {
 }
 
 function section(id, title, ...children) {
-  const node = el("section", { id, "aria-labelledby": `${id}-title` },
-    el("h2", { id: `${id}-title` }, title), ...children);
+  const node = el(
+    "section",
+    { id, "aria-labelledby": `${id}-title` },
+    el("h2", { id: `${id}-title` }, title),
+    ...children,
+  );
   document.getElementById("main").append(node);
   return node;
 }
 
 function choice(legend, options, chosen, change) {
   const name = `choice-${legend.replace(/\W+/g, "-")}`;
-  return el("fieldset", { class: "choice" }, el("legend", {}, legend),
-    options.map(([value, label]) => el("label", {},
-      el("input", { type: "radio", name, value, checked: value === chosen,
-        onchange: () => change(value) }),
-      el("span", {}, label))));
+  return el(
+    "fieldset",
+    { class: "choice" },
+    el("legend", {}, legend),
+    options.map(([value, label]) =>
+      el(
+        "label",
+        {},
+        el("input", {
+          type: "radio",
+          name,
+          value,
+          checked: value === chosen,
+          onchange: () => change(value),
+        }),
+        el("span", {}, label),
+      ),
+    ),
+  );
 }
 
 function tiles(rows) {
-  return el("dl", { class: "tiles" }, rows.filter(Boolean).map(([term, value, more]) =>
-    el("div", {}, el("dt", {}, term), el("dd", {}, value), more ? el("dd", { class: "more" }, more) : null)));
+  return el(
+    "dl",
+    { class: "tiles" },
+    rows
+      .filter(Boolean)
+      .map(([term, value, more]) =>
+        el(
+          "div",
+          {},
+          el("dt", {}, term),
+          el("dd", {}, value),
+          more ? el("dd", { class: "more" }, more) : null,
+        ),
+      ),
+  );
 }

@@ -1,0 +1,75 @@
+// Size, signal to noise, tokens and time of the run; the schemes that it used.
+
+function summary(s) {
+  const fewest = report.modules.reduce((least, m) => Math.min(least, m.tokens), Infinity);
+  section(
+    "summary",
+    "Summary",
+    tiles([
+      [
+        "Size",
+        bytes(s.output_bytes),
+        `from ${bytes(s.source_bytes)}, ${((100 * s.output_bytes) / s.source_bytes).toFixed(0)} %`,
+      ],
+      s.bits_per_weight === null
+        ? null
+        : [
+            "Bits per weight",
+            s.bits_per_weight.toFixed(2),
+            s.bits_per_weight_overall === null
+              ? "over quantized weights"
+              : `${s.bits_per_weight_overall.toFixed(2)} over the whole checkpoint`,
+          ],
+      s.median_snr === null
+        ? null
+        : [
+            "Signal to noise",
+            `${s.median_snr.toFixed(1)} dB`,
+            `median; worst ${s.worst_snr.toFixed(1)} dB`,
+          ],
+      ["Modules", count(s.quantized), `quantized; ${count(s.left)} weights left as they are`],
+      s.tokens
+        ? ["Tokens", count(s.tokens), `most seen by a module; fewest ${count(fewest)}`]
+        : null,
+      [
+        "Time",
+        duration(s.seconds),
+        s.peak_memory === null ? null : `at most ${bytes(s.peak_memory)} of memory`,
+      ],
+    ]),
+    el(
+      "div",
+      { class: "scroll", tabindex: 0, role: "region", "aria-label": "Schemes" },
+      el(
+        "table",
+        { class: "schemes" },
+        el(
+          "thead",
+          {},
+          el(
+            "tr",
+            {},
+            ["Scheme", "Modules", "Weights", "Inputs", "Format"].map((h) =>
+              el("th", { scope: "col" }, h),
+            ),
+          ),
+        ),
+        el(
+          "tbody",
+          {},
+          s.schemes.map((use) =>
+            el(
+              "tr",
+              {},
+              el("th", { scope: "row" }, use.label),
+              el("td", {}, count(use.modules)),
+              el("td", { class: "word" }, use.weights ?? "as they are"),
+              el("td", { class: "word" }, use.inputs ?? "as they are"),
+              el("td", { class: "word" }, use.format),
+            ),
+          ),
+        ),
+      ),
+    ),
+  );
+}
