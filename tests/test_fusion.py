@@ -7,7 +7,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, is_preset_scheme
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES, preset_name_to_scheme
 
-from steelyard.checkpoint.layout import expected_tensors
+from steelyard.formats import expected_tensors
 from steelyard.fusion import decided_together, fused_groups, shared_parameters
 
 FLOATS = [

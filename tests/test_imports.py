@@ -25,7 +25,7 @@ LAYERS = (
     ("plan", "algorithms", "recipes"),
     ("modifiers", "model", "data"),
     ("checkpoint",),
-    ("observers",),
+    ("observers", "formats"),
     ("distributed",),
     ("kernels", "demo"),
     ("fusion", "errors", "registry", "whole_file", "words", "aliases"),

@@ -1,4 +1,4 @@
-"""What the tests of this folder share: calibrated parameters, and a small checkpoint to break."""
+"""What the tests of this folder share: a small checkpoint to break."""
 
 from __future__ import annotations
 
@@ -13,39 +13,16 @@ from compressed_tensors.quantization import (
     preset_name_to_scheme,
 )
 from safetensors.torch import save_file
+from stored_parameters import calibrate
 
 from steelyard.checkpoint import (
     CheckpointWriter,
     Shards,
-    format_of,
     quantization_config_dict,
-    stored_tensors,
 )
-from steelyard.observers import Observer
+from steelyard.formats import format_of, stored_tensors
 
 Tensors = dict[str, torch.Tensor]
-
-
-def calibrate(weight: torch.Tensor, scheme: QuantizationScheme) -> Tensors:
-    """Return the parameters that a calibrated module of this scheme has."""
-    generator = torch.Generator().manual_seed(1)
-    values = {"weight": weight}
-    for base, width in (("input", weight.shape[1]), ("output", weight.shape[0])):
-        values[base] = (torch.randn(3, 5, width, generator=generator) + 0.5).to(weight.dtype)
-    parts = {
-        "weight": scheme.weights,
-        "input": scheme.input_activations,
-        "output": scheme.output_activations,
-    }
-    found: Tensors = {}
-    for base, args in parts.items():
-        if args is None or args.dynamic is True:
-            continue
-        observer = Observer.load_from_registry("memoryless_minmax", base_name=base, args=args)
-        for key, value in observer(values[base]).get_qparams().items():
-            if value is not None and (args.dynamic is False or key == "global_scale"):
-                found[f"{base}_{key}"] = value
-    return found
 
 
 class SmallModel:
@@ -105,8 +82,3 @@ def small_model(tmp_path: Path) -> Callable[..., SmallModel]:
         return SmallModel(tmp_path, preset_name_to_scheme(scheme, ["Linear"]), dtype)
 
     return make
-
-
-@pytest.fixture(name="calibrate")
-def _calibrate() -> Callable[[torch.Tensor, QuantizationScheme], Tensors]:
-    return calibrate

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from steelyard.checkpoint import CheckpointWriter, check_checkpoint, stored_tensors
+from steelyard.checkpoint import CheckpointWriter, check_checkpoint
 from steelyard.checkpoint.provenance import PROVENANCE, read_provenance
+from steelyard.formats import stored_tensors
 from steelyard.observers import Observer
 
 MakeModel = Callable[..., Any]

@@ -10,7 +10,7 @@ import torch
 from compressed_tensors.quantization import preset_name_to_scheme
 from safetensors.torch import save_file
 
-from steelyard.checkpoint.contents import describe_args, read_contents
+from steelyard.checkpoint.contents import read_contents
 from steelyard.errors import CheckpointError
 
 
@@ -93,21 +93,3 @@ def test_stated_shape_that_cannot_be_is_unknown(shape: list[int], tmp_path: Path
 def test_folder_without_weights(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"holds no \*\.safetensors"):
         read_contents(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("scheme", "words"),
-    [
-        ("W4A16", "int4 group 128"),
-        ("W4A16_ASYM", "int4 asymmetric group 128"),
-        ("W8A8", "int8 channel"),
-        ("FP8", "fp8 tensor"),
-        ("FP8_BLOCK", "fp8 block 128x128"),
-        ("NVFP4A16", "nvfp4"),
-        ("MXFP4", "mxfp4"),
-    ],
-)
-def test_words_for_a_scheme(scheme: str, words: str) -> None:
-    weights = preset_name_to_scheme(scheme, ["Linear"]).weights
-    assert weights is not None
-    assert describe_args(weights) == words

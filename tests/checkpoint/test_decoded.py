@@ -10,9 +10,10 @@ import torch
 from compressed_tensors.compressors.base import BaseCompressor
 from torch.testing import assert_close
 
-from steelyard.checkpoint import Shards, format_of
+from steelyard.checkpoint import Shards
 from steelyard.checkpoint.decoded import DecodedView
 from steelyard.errors import CheckpointError
+from steelyard.formats import format_of
 
 SCHEMES = ["W4A16", "W4A16_ASYM", "W8A16", "W8A8", "FP8", "FP8_BLOCK", "NVFP4", "MXFP4"]
 

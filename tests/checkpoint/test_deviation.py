@@ -7,7 +7,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 
 from steelyard.checkpoint.deviation import Deviation
-from steelyard.checkpoint.stored_weight import Grid
+from steelyard.formats import CodeGrid
 
 ARGS = QuantizationArgs(num_bits=4, strategy="group", group_size=32, symmetric=False)
 
@@ -22,6 +22,6 @@ def test_weights_of_one_sign(sign: float, times: float, good: bool) -> None:
     zero_point = -8.0 if sign > 0 else 7.0
     codes = (weight / step + zero_point).round().clamp(-8, 7)
     deviation = Deviation()
-    deviation.add(weight, (codes - zero_point) * step, Grid(-zero_point * step, step), ARGS)
+    deviation.add(weight, (codes - zero_point) * step, CodeGrid(-zero_point * step, step), ARGS)
     problem = deviation.problem(nearest=True)
     assert problem is None if good else "scales that are too large" in str(problem)

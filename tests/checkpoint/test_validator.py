@@ -11,11 +11,14 @@ import pytest
 import torch
 from compressed_tensors.compressors.base import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 
-from steelyard.checkpoint import check_checkpoint, format_of, validate_checkpoint
+from steelyard.checkpoint import check_checkpoint, validate_checkpoint
+from steelyard.checkpoint.contents import read_contents
 from steelyard.checkpoint.validator import _whole
 from steelyard.checkpoint.written import WrittenCheckpoint
 from steelyard.errors import CheckpointError, CheckpointInvalid
+from steelyard.formats import format_of
 
 MakeModel = Callable[..., Any]
 Q = "model.layers.0.q_proj"
@@ -58,6 +61,19 @@ def test_good_in_shards(small_model: MakeModel) -> None:
     folder = model.write(max_shard_bytes=20_000)
     assert len(list(folder.glob("*.safetensors"))) > 1
     assert problems(model, reported=report(model), fused=[(Q, K)]) == []
+
+
+def test_good_with_a_preset_that_is_new(
+    small_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of known formats needs no word of it here."""
+    args = QuantizationArgs(num_bits=6, strategy="group", group_size=64, symmetric=False)
+    monkeypatch.setitem(PRESET_SCHEMES, "W6A16_ASYM", {"weights": args})
+    model = small_model("W6A16_ASYM")
+    folder = model.write()
+    assert problems(model, reported=report(model)) == []
+    module = next(m for m in read_contents(folder).modules if m.name == Q)
+    assert (module.kind, module.format) == ("int6 asymmetric group 64", "pack-quantized")
 
 
 # -- structure ----------------------------------------------------------------------------------

@@ -16,8 +16,8 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from steelyard import oneshot
-from steelyard.checkpoint.layout import format_of
 from steelyard.errors import CheckpointError, PlanError
+from steelyard.formats import format_of
 from steelyard.modifiers import GPTQModifier, QuantizationModifier
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from compressed_tensors.quantization import preset_name_to_scheme
 
-from steelyard.checkpoint.layout import compressor_of, format_of, stored_tensors
+from steelyard.formats import stored_as, stored_tensors
 from steelyard.kernels.pack import squared_error
 from steelyard.observers import Observer
 
@@ -32,7 +32,7 @@ def test_is_that_of_the_decompressed_weight(isa: str, scheme_name: str, dtype: t
     stored = stored_tensors(weight, state, scheme)
     if stored["weight_scale"].dtype in (torch.bfloat16, torch.float16):  # decode in fp32
         stored["weight_scale"] = stored["weight_scale"].float()
-    decoded = compressor_of(format_of(scheme)).decompress(stored, scheme)["weight"]
+    decoded = stored_as(scheme).compressor.decompress(stored, scheme)["weight"]
     expected = float((decoded.double() - weight.double()).square().sum())
     rounding = 0.02 if decoded.dtype != torch.float32 else 1e-4
     assert got[0] == pytest.approx(got[1], rel=1e-5)

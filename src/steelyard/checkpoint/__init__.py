@@ -1,11 +1,5 @@
-"""Checkpoints on disk: reading them lazily, laying out tensors, writing and checking them."""
+"""Checkpoints on disk: reading them lazily, writing and checking them."""
 
-from steelyard.checkpoint.layout import (
-    expected_attention_tensors,
-    expected_tensors,
-    format_of,
-    stored_tensors,
-)
 from steelyard.checkpoint.shards import Shards, TensorInfo
 from steelyard.checkpoint.validator import Findings, check_checkpoint, validate_checkpoint
 from steelyard.checkpoint.view import CheckpointView
@@ -18,10 +12,6 @@ __all__ = [
     "Shards",
     "TensorInfo",
     "check_checkpoint",
-    "expected_attention_tensors",
-    "expected_tensors",
-    "format_of",
     "quantization_config_dict",
-    "stored_tensors",
     "validate_checkpoint",
 ]

@@ -8,7 +8,6 @@ with the reason among the problems.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,18 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.base import QUANTIZATION_METHOD
 
 from steelyard.checkpoint.config_file import read_config
-from steelyard.checkpoint.layout import format_of
 from steelyard.checkpoint.shards import Shards, TensorInfo
-from steelyard.checkpoint.written import PARAMETER, WrittenCheckpoint
+from steelyard.checkpoint.written import WrittenCheckpoint
 from steelyard.errors import CheckpointError
+from steelyard.formats import describe_args, format_of
+from steelyard.formats.scale_codes import is_exponents, stored_scale_values
+from steelyard.formats.tensor_names import WEIGHT, holds_values, is_parameter, is_scale
 
-__all__ = ["Contents", "ModuleContents", "ScaleStatistics", "describe_args", "read_contents"]
+__all__ = ["Contents", "ModuleContents", "ScaleStatistics", "read_contents"]
 
-_SCALE = re.compile(r"(^|_)scales?(_inv)?$")
-_METHOD = "compressed-tensors"
 _DTYPES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -130,7 +129,7 @@ def read_contents(
         if isinstance(quantization, dict):
             found.quantization = _text(quantization.get("quant_method")) or "unknown"
         written = None
-        if found.quantization == _METHOD:
+        if found.quantization == QUANTIZATION_METHOD:
             try:
                 written = WrittenCheckpoint(shards.folder, None)
             except CheckpointError as error:
@@ -145,26 +144,6 @@ def read_contents(
     return found
 
 
-def describe_args(args: QuantizationArgs) -> str:
-    """Return a type and its strategy in a few words.
-
-    >>> describe_args(QuantizationArgs(num_bits=4, strategy="group", group_size=128))
-    'int4 group 128'
-    """
-    name = f"{'fp' if args.type == 'float' else 'int'}{args.num_bits}"
-    if args.scale_dtype == torch.uint8:
-        return f"mx{name}"
-    if args.strategy == "tensor_group":
-        return f"nv{name}"
-    words = [name] if args.symmetric else [name, "asymmetric"]
-    words.append(str(getattr(args.strategy, "value", args.strategy)).replace("_", " "))
-    if args.strategy == "group":
-        words.append(str(args.group_size))
-    if args.strategy == "block":
-        words.append("x".join(map(str, args.block_structure)))
-    return " ".join(words)
-
-
 def _text(value: object) -> str | None:
     return value if isinstance(value, str) and value.isprintable() else None
 
@@ -172,10 +151,10 @@ def _text(value: object) -> str | None:
 def _by_module(shards: Shards) -> dict[str, dict[str, TensorInfo]]:
     """Return the tensors of each module by their local names; a lone parameter is its own."""
     found: dict[str, dict[str, TensorInfo]] = {}
-    weighed = {n.rpartition(".")[0] for n in shards if n.endswith((".weight", ".weight_packed"))}
+    weighed = {n.rpartition(".")[0] for n in shards if holds_values(n.rpartition(".")[2])}
     for name in shards:
         module, _, local = name.rpartition(".")
-        owner = module if module in weighed or PARAMETER.fullmatch(local) else name
+        owner = module if module in weighed or is_parameter(local) else name
         found.setdefault(owner or name, {})[local] = shards.info(name)
     return found
 
@@ -190,7 +169,7 @@ def _module(
     advance: Callable[[int], None],
 ) -> ModuleContents:
     scheme = written.schemes.get(name) if written is not None else None
-    main = tensors.get("weight") or max(tensors.values(), key=lambda info: info.nbytes)
+    main = tensors.get(WEIGHT) or max(tensors.values(), key=lambda info: info.nbytes)
     shape: tuple[int, ...] | None = main.shape
     kind, format = _DTYPES.get(main.dtype, str(main.dtype).removeprefix("torch.")), None
     others = [info for local, info in tensors.items() if info is not main and local == "bias"]
@@ -199,14 +178,15 @@ def _module(
         kind = describe_args(scheme.weights) if scheme.weights is not None else kind
         with suppress(ValueError):  # a format that nobody knows
             format = format_of(scheme)
-    elif method not in (None, _METHOD) and not main.dtype.is_floating_point:
+    elif method not in (None, QUANTIZATION_METHOD) and not main.dtype.is_floating_point:
         shape = None  # packed in a way that is not ours to know
     weights = None
     if shape is not None:
         weights = math.prod(shape) + sum(math.prod(info.shape) for info in others)
     statistics = {}
     for local, info in tensors.items():
-        if scales and _SCALE.search(local) and (info.dtype.is_floating_point or _is_mx(info)):
+        usable = info.dtype.is_floating_point or is_exponents(info.dtype)
+        if scales and is_scale(local) and usable:
             statistics[local] = _statistics(shards.read(info.name))
             advance(info.nbytes)
     return ModuleContents(name, kind, format, shape, weights, tensors, statistics)
@@ -220,16 +200,8 @@ def _original_shape(written: WrittenCheckpoint, module: str) -> tuple[int, ...] 
     return shape if all(0 <= size < 1 << 40 for size in shape) else None
 
 
-def _is_mx(info: TensorInfo) -> bool:
-    return info.dtype == torch.uint8
-
-
 def _statistics(stored: torch.Tensor) -> ScaleStatistics:
-    if stored.dtype == torch.uint8:  # exponents; 255 is NaN
-        exponent = stored.double() - 127
-        value = torch.where(stored == 255, torch.nan, torch.exp2(exponent)).flatten()
-    else:
-        value = stored.double().flatten()
+    value = stored_scale_values(stored).flatten()
     finite = value[torch.isfinite(value)]
     some = finite.numel() > 0
     return ScaleStatistics(

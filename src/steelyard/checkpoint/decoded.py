@@ -13,16 +13,16 @@ from functools import partial
 from typing import Any
 
 import torch
+from compressed_tensors.base import QUANTIZATION_METHOD
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 
-from steelyard.checkpoint.layout import expected_tensors, format_of
 from steelyard.checkpoint.view import CheckpointView
-from steelyard.checkpoint.written import PARAMETER, WrittenCheckpoint
+from steelyard.checkpoint.written import WrittenCheckpoint
 from steelyard.errors import CheckpointError
+from steelyard.formats import DENSE, expected_tensors, format_of
+from steelyard.formats.tensor_names import WEIGHT, base_of, stores_codes
 
 __all__ = ["DecodedView"]
-
-_METHOD = "compressed-tensors"
 
 
 class DecodedView(CheckpointView):
@@ -41,14 +41,14 @@ class DecodedView(CheckpointView):
         if method == "fp8":  # blocks with a scale each
             super()._decode(quantization)
             return
-        if method != _METHOD:
+        if method != QUANTIZATION_METHOD:
             raise CheckpointError(
                 f"{self.folder} is quantized with {method!r}, which is not read here; give a "
-                f"checkpoint of {_METHOD}, or one that is not quantized"
+                f"checkpoint of {QUANTIZATION_METHOD}, or one that is not quantized"
             )
         for part in ("transform_config", "sparsity_config"):
             content = quantization.get(part)
-            if content and content.get("format") != "dense":
+            if content and content.get("format") != DENSE:
                 raise CheckpointError(
                     f"{self.folder}: config.json has a {part}, which is not read here; only "
                     "quantization is"
@@ -62,9 +62,9 @@ class DecodedView(CheckpointView):
                 self._replace(module, leaves)
 
     def _is_quantized(self, module: str, leaves: set[str]) -> bool:
-        if leaves & {"weight_packed", "weight_scale"}:
+        if stores_codes(leaves):
             return True
-        return "weight" in leaves and self.info(f"{module}.weight").dtype.itemsize == 1
+        return WEIGHT in leaves and self.info(f"{module}.weight").dtype.itemsize == 1
 
     def _checked(self, module: str, leaves: set[str]) -> QuantizationScheme:
         """Return the scheme of a module if it and the stored tensors go together."""
@@ -74,9 +74,9 @@ class DecodedView(CheckpointView):
                 f"{self.folder} holds codes for {module}, but config.json has no scheme for its "
                 "weight; quantize the model again"
             )
-        if format_of(scheme) == "dense":
+        if format_of(scheme) == DENSE:
             raise CheckpointError(
-                f"{self.folder} holds {module} unquantized beside its scales (format 'dense'); "
+                f"{self.folder} holds {module} unquantized beside its scales (format {DENSE!r}); "
                 "save it compressed, as it is served"
             )
         try:
@@ -85,7 +85,7 @@ class DecodedView(CheckpointView):
         except ValueError as error:
             raise CheckpointError(f"{self.folder}: {module}: {error}") from error
         for leaf, (_, wanted) in sorted(needed.items()):
-            if not leaf.startswith("weight"):
+            if leaf != WEIGHT and base_of(leaf) != WEIGHT:
                 continue
             if leaf not in leaves:
                 raise CheckpointError(
@@ -103,7 +103,7 @@ class DecodedView(CheckpointView):
     def _replace(self, module: str, leaves: set[str]) -> None:
         """Let the weight stand for all that is stored of it."""
         shape = self._written.shape(module)
-        stored = [n for n in leaves if n.startswith("weight") and PARAMETER.fullmatch(n)]
+        stored = [leaf for leaf in leaves if base_of(leaf) == WEIGHT]
         info = self.info(f"{module}.{stored[0]}")
         for leaf in stored:
             del self._infos[f"{module}.{leaf}"]

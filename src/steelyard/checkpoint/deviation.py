@@ -24,8 +24,9 @@ from dataclasses import dataclass, field
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 
-from steelyard.checkpoint.stored_weight import Grid
+from steelyard.formats import CodeGrid
 from steelyard.kernels.rounding import minifloat, quantized_range
+from steelyard.kernels.scale_blocks import divides
 
 __all__ = ["Deviation"]
 
@@ -59,7 +60,7 @@ class Deviation:
         self,
         original: torch.Tensor,
         decoded: torch.Tensor,
-        grid: Grid | None,
+        grid: CodeGrid | None,
         args: QuantizationArgs,
         error_only: bool = False,
     ) -> None:
@@ -140,7 +141,7 @@ def _ranges(scaled: torch.Tensor, zero: torch.Tensor, args: QuantizationArgs) ->
     if args.strategy not in ("group", "channel", "tensor_group") or args.actorder == "group":
         return []
     width = args.group_size if args.group_size and args.group_size > 0 else scaled.shape[1]
-    if not scaled.numel() or scaled.shape[1] % width:
+    if not scaled.numel() or not divides(width, scaled.shape[1]):
         return []
     low, high = quantized_range(args)
     groups = scaled.reshape(-1, width)

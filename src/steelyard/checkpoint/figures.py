@@ -25,8 +25,18 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch.nn import Module
 
-from steelyard.kernels.pack import block_of, stored_values
+from steelyard.formats.tensor_names import (
+    GLOBAL_SCALE,
+    GROUP_INDEX,
+    SCALE,
+    WEIGHT,
+    ZERO_POINT,
+    base_of,
+    is_scale,
+)
+from steelyard.kernels.pack import stored_values
 from steelyard.kernels.rounding import minifloat, quantized_range
+from steelyard.kernels.scale_blocks import block_of, blocks_in
 
 __all__ = ["BINS", "SAMPLE", "SCALE_BINS", "figures_of", "module_figures", "with_figures"]
 
@@ -49,19 +59,19 @@ def figures_of(
     after:   (out, in), what became of it; None where each weight goes to the nearest value
     """
     rows, columns = weight.shape
-    scale, groups = qparams["weight_scale"], qparams.get("weight_g_idx")
+    scale, groups = qparams[SCALE], qparams.get(GROUP_INDEX)
     # a second scale is told only by the formats that have one
-    global_scale = qparams.get("weight_global_scale") if args.strategy == "tensor_group" else None
+    global_scale = qparams.get(GLOBAL_SCALE) if args.strategy == "tensor_group" else None
     height, width = block_of(args, rows, columns)
     run = 1 if groups is not None else math.gcd(columns, width, _RUN)
     row, column, of_run = _places(rows, columns, run, height, width, weight.device)
     if groups is not None:
-        of_run = row // height * math.ceil(columns / width) + groups[column[:, 0]].long()
+        of_run = row // height * blocks_in(columns, width) + groups[column[:, 0]].long()
 
     places = (row[:, None], column)
     before = weight[places]  # (runs, run)
     scales = scale.reshape(-1)[of_run][:, None]
-    zeros = None if args.symmetric else qparams["weight_zero_point"].reshape(-1)[of_run][:, None]
+    zeros = None if args.symmetric else qparams[ZERO_POINT].reshape(-1)[of_run][:, None]
     became = before if after is None else after[places]
     became = stored_values(became, scales, zeros, args, global_scale)
     return {
@@ -77,12 +87,12 @@ def module_figures(module: Module, after: torch.Tensor | None = None) -> dict[st
     scheme: Any = module.quantization_scheme
     found = {n: p.data for n, p in module._parameters.items() if p is not None}
     figures: dict[str, Any] = {}
-    if scheme.weights is not None and "weight" in found and "weight_scale" in found:
-        figures = figures_of(found["weight"], found, scheme.weights, after)
+    if scheme.weights is not None and WEIGHT in found and SCALE in found:
+        figures = figures_of(found[WEIGHT], found, scheme.weights, after)
     activations = {
         name: [_short(float(end)) for end in value.float().aminmax()]
         for name, value in found.items()
-        if name.endswith("_scale") and not name.startswith("weight_") and value.numel()
+        if is_scale(name) and base_of(name) != WEIGHT and value.numel()
     }
     return {**figures, "activations": activations} if activations else figures
 
@@ -99,7 +109,7 @@ def _places(
     """Return row (runs,) and columns (runs, run) of the sample, and the block of each run."""
     first = _spread_out(rows * columns // run, SAMPLE // run, device) * run
     row, column = first // columns, first % columns
-    block = row // height * math.ceil(columns / width) + column // width
+    block = row // height * blocks_in(columns, width) + column // width
     return row, column[:, None] + torch.arange(run, device=device), block
 
 

@@ -6,13 +6,10 @@ from typing import Any
 
 import torch
 
-from steelyard.checkpoint.layout import compressor_of, format_of, stored_tensors
 from steelyard.checkpoint.weight_errors import relative_error
+from steelyard.formats import DENSE, stored_as, stored_tensors
 
-__all__ = ["DENSE", "Packed", "pack_module"]
-
-DENSE = "dense"
-"""The format of an ordinary model: rounded weights in their original type, no scales."""
+__all__ = ["Packed", "pack_module"]
 
 Packed = tuple[dict[str, torch.Tensor], float | None]
 """What the file holds for a module, by leaf, and the relative error of its weight."""
@@ -32,7 +29,7 @@ def pack_module(module: Any, format: str | None) -> Packed | None:
     errors = torch.zeros(len(weight), dtype=torch.float64)
     if format == DENSE:
         stored = stored_tensors(weight, parameters, scheme, errors=errors)
-        decoded = compressor_of(format_of(scheme)).decompress(stored, scheme)["weight"]
+        decoded = stored_as(scheme).compressor.decompress(stored, scheme)["weight"]
         stored = {"weight": decoded.to(weight.dtype)}
     else:
         stored = stored_tensors(weight, parameters, scheme, format, errors=errors)

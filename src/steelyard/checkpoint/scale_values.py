@@ -10,13 +10,22 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
 from steelyard.checkpoint.structure import Structure
-from steelyard.checkpoint.written import PARAMETER, WrittenCheckpoint
+from steelyard.checkpoint.written import WrittenCheckpoint
+from steelyard.formats.module_tensors import values_of
+from steelyard.formats.scale_codes import stored_scale_values
+from steelyard.formats.tensor_names import (
+    GLOBAL_SCALE,
+    SCALE,
+    SHAPE,
+    base_of,
+    is_scale,
+    is_zero_point,
+)
 from steelyard.kernels.rounding import quantized_range
 
 __all__ = ["ReportedScales", "reported_scales", "state_values", "weight_values"]
 
 _DIGITS = 1e-4  # relative; a report holds six digits
-_BIAS = 127  # of an exponent that is stored as a byte
 
 
 @dataclass(frozen=True)
@@ -36,22 +45,17 @@ def weight_values(
 ) -> Iterator[str]:
     """Scales that can be divided by, zero points inside the quantized type."""
     for module, scheme in written.schemes.items():
-        parts = {
-            "weight": scheme.weights,
-            "input": scheme.input_activations,
-            "output": scheme.output_activations,
-        }
+        values = values_of(scheme)
         for local in sorted(written.tensors[module]):
-            match = PARAMETER.fullmatch(local)
-            args = parts[match[1]] if match else None
+            args = values.get(base_of(local) or "")
             if args is not None:
                 signed = args is scheme.weights and args.type == "int" and args.symmetric
                 name = f"{module}.{local}"
                 yield from _check(written, name, args, allow_negative and bool(signed))
-        if "weight_shape" in written.tensors[module] and module not in broken:
-            stored = tuple(written.shards.read(f"{module}.weight_shape").tolist())
+        if SHAPE in written.tensors[module] and module not in broken:
+            stored = tuple(written.shards.read(f"{module}.{SHAPE}").tolist())
             if stored != written.shape(module):
-                yield f"{module}.weight_shape says {stored}; expected {written.shape(module)}"
+                yield f"{module}.{SHAPE} says {stored}; expected {written.shape(module)}"
 
 
 def state_values(structure: Structure) -> Iterator[str]:
@@ -74,11 +78,8 @@ def state_values(structure: Structure) -> Iterator[str]:
 def _check(
     written: WrittenCheckpoint, name: str, args: QuantizationArgs, signed: bool
 ) -> Iterator[str]:
-    if name.endswith("_scale"):
-        value = written.shards.read(name)
-        if value.dtype == torch.uint8:  # exponents; all but the last are powers of two
-            value = torch.where(value == 255, torch.nan, 1.0)
-        value = value.float()
+    if is_scale(name):
+        value = stored_scale_values(written.shards.read(name)).float()
         for what, bad in (
             ("not finite", ~torch.isfinite(value)),
             ("zero", value == 0),
@@ -86,7 +87,7 @@ def _check(
         ):
             if bool(bad.any()):
                 yield f"{name} has {int(bad.sum())} of {value.numel()} values that are {what}"
-    elif name.endswith("_zero_point") and written.shards.info(name).dtype != torch.int32:
+    elif is_zero_point(name) and written.shards.info(name).dtype != torch.int32:
         # packed zero points fill their bits, and so cannot lie outside
         low, high = quantized_range(args)
         value = written.shards.read(name).float()
@@ -104,12 +105,9 @@ def reported_scales(
             name = f"{module}.{local}"
             if name in written.shards:
                 yield from _compare(name, written.shards.read(name).float(), ends)
-        name, second = f"{module}.weight_scale", f"{module}.weight_global_scale"
+        name, second = f"{module}.{SCALE}", f"{module}.{GLOBAL_SCALE}"
         if scales.weight is not None and name in written.shards:
-            value = written.shards.read(name)
-            if value.dtype == torch.uint8:
-                value = torch.exp2(value.float() - _BIAS)
-            value = value.float().abs()
+            value = stored_scale_values(written.shards.read(name)).float().abs()
             if second in written.shards:
                 value = value / written.shards.read(second).float()
             yield from _compare(name, value, scales.weight)

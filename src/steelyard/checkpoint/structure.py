@@ -6,21 +6,22 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from steelyard.checkpoint.layout import (
+from compressed_tensors.base import QUANTIZATION_METHOD
+
+from steelyard.checkpoint.shards import INDEX, Shards
+from steelyard.checkpoint.written import WrittenCheckpoint
+from steelyard.foreign import show
+from steelyard.formats import (
     TensorSpec,
     expected_attention_tensors,
     expected_tensors,
-    format_of,
+    stored_as,
 )
-from steelyard.checkpoint.shards import INDEX, Shards
-from steelyard.checkpoint.written import PARAMETER, WrittenCheckpoint
-from steelyard.foreign import show
+from steelyard.formats.tensor_names import WEIGHT, is_parameter, is_state_parameter
 from steelyard.fusion import shared_parameters
 
 __all__ = ["Structure"]
 
-_CACHE_PARAMETER = re.compile(r"[qkv]_(scale|zero_point)")
-_METHOD = "compressed-tensors"
 _LAYER = re.compile(r"(.*?\b(?:layers|h|blocks))\.(\d+)\.")
 _TEXT_STACK = re.compile(r"(?:model|transformer|language_model|decoder|\.)*(?:layers|h|blocks)")
 _KEYS = re.compile(r"k_proj|kv_b_proj|qkv|query_key_value|c_attn|Wqkv", re.IGNORECASE)
@@ -45,7 +46,7 @@ class Structure:
         if not written.schemes and cache is None and not self.states():
             yield f"{self.shards.folder} has a quantization_config but no quantized module"
         for module, locals_ in written.tensors.items():
-            found = {local for local in locals_ if PARAMETER.fullmatch(local)}
+            found = {local for local in locals_ if is_parameter(local)}
             scheme = written.schemes.get(module)
             if scheme is None:
                 for local in sorted(found):
@@ -58,8 +59,12 @@ class Structure:
                 yield f"{module}.weight does not fit its scheme: {error}"
                 continue
             yield from self._compare(module, expected)
-            for local in sorted((found | (locals_ & {"weight"})) - expected.keys()):
-                yield f"{module}.{local} is left over: {format_of(scheme)} does not hold it"
+            for local in sorted((found | (locals_ & {WEIGHT})) - expected.keys()):
+                format = stored_as(scheme)
+                yield (
+                    f"{module}.{local} is left over: {format.name} ({format.description}) does not "
+                    "hold it"
+                )
 
     def _compare(self, module: str, expected: Mapping[str, TensorSpec]) -> Iterator[str]:
         for local, (dtype, shape) in expected.items():
@@ -78,7 +83,7 @@ class Structure:
         return {
             module: names
             for module, locals_ in self.written.tensors.items()
-            if (names := {local for local in locals_ if _CACHE_PARAMETER.fullmatch(local)})
+            if (names := {local for local in locals_ if is_state_parameter(local)})
         }
 
     def cache(self) -> Iterator[str]:
@@ -131,10 +136,10 @@ class Structure:
         """Settings of config.json that contradict the tensors."""
         raw = self.written.config.get("quantization_config")
         method = raw.get("quant_method") if isinstance(raw, dict) else None
-        if method != _METHOD:
+        if method != QUANTIZATION_METHOD:
             yield (
                 f"config.json: quantization_config has quant_method {show(method)}, so a server "
-                f"does not know the format; expected {_METHOD!r}"
+                f"does not know the format; expected {QUANTIZATION_METHOD!r}"
             )
         yield from self._layers()
         yield from self._widths()

@@ -20,6 +20,7 @@ from steelyard.checkpoint.config_file import read_config
 from steelyard.checkpoint.shards import PIECE, Shards, TensorInfo
 from steelyard.errors import CheckpointError
 from steelyard.foreign import show
+from steelyard.kernels.scale_blocks import blocks_in
 
 __all__ = ["CheckpointView", "Stack"]
 
@@ -107,7 +108,7 @@ class CheckpointView(Shards):
                 raise CheckpointError(
                     f"{name} is FP8, and {name}{_SCALE} is missing; download the checkpoint again"
                 )
-            wanted = tuple(-(-size // b) for size, b in zip(info.shape, block, strict=False))
+            wanted = tuple(map(blocks_in, info.shape, block))
             if len(info.shape) != 2 or scale.shape != wanted:
                 raise CheckpointError(
                     f"{name}{_SCALE} is {scale.shape} for a weight of {info.shape} in blocks of "

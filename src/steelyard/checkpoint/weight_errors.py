@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
+from steelyard.formats.tensor_names import GLOBAL_SCALE
 from steelyard.kernels.pack import squared_error
 from steelyard.kernels.squares import sum_of_squares
 
@@ -21,7 +22,7 @@ def weight_error(module: Module) -> float | None:
         return None
     weight: torch.Tensor = module.weight.data  # type: ignore[assignment]
     zero_point = None if scheme.weights.symmetric else module.weight_zero_point
-    global_scale = getattr(module, "weight_global_scale", None)
+    global_scale = getattr(module, GLOBAL_SCALE, None)
     noise = squared_error(weight, module.weight_scale, zero_point, scheme.weights, global_scale)  # type: ignore[arg-type]
     return relative_error(noise, weight)
 

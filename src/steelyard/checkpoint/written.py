@@ -18,10 +18,12 @@ from steelyard.checkpoint.patterns import PREFIX
 from steelyard.checkpoint.shards import Shards
 from steelyard.checkpoint.stored_weight import StoredWeight
 from steelyard.errors import CheckpointError
+from steelyard.formats.original_shape import original_shape
+from steelyard.formats.table import is_layout
+from steelyard.formats.tensor_names import SCALE, WEIGHT, is_parameter, weight_tensors
 
-__all__ = ["PARAMETER", "WrittenCheckpoint", "likely_class"]
+__all__ = ["WrittenCheckpoint", "likely_class"]
 
-PARAMETER = re.compile(r"(weight|input|output)_(packed|scale|zero_point|global_scale|shape|g_idx)")
 _AT_ONCE = 1 << 22  # weights to decode
 _EMBEDDING = re.compile(r"embed|wte|wpe")
 
@@ -59,7 +61,7 @@ class WrittenCheckpoint:
         if module in self._ignored or any(match_name(module, p) for p in self._patterns):
             return None
         classes = [likely_class(module)]
-        if any(PARAMETER.fullmatch(local) for local in self.tensors[module]):
+        if any(map(is_parameter, self.tensors[module])):
             classes.append("Linear")  # a Linear may be called an embedding
         groups = self.quantization.config_groups.values()
         for scheme in sorted(groups, key=lambda s: module not in s.targets):
@@ -74,43 +76,35 @@ class WrittenCheckpoint:
     def _with_format(self, scheme: QuantizationScheme) -> QuantizationScheme:
         """A scheme without a format of its own has that of the whole checkpoint."""
         overall = self.quantization.format
-        if scheme.format is not None or overall in ("dense", "fakequant", "mixed-precision"):
+        if scheme.format is not None or not is_layout(overall):
             return scheme
         if id(scheme) not in self._formatted:  # one object for all modules of a group
             self._formatted[id(scheme)] = scheme.model_copy(update={"format": overall})
         return self._formatted[id(scheme)]
 
     def _can_be_quantized(self, module: str) -> bool:
-        if any(PARAMETER.fullmatch(local) for local in self.tensors[module]):
+        if any(map(is_parameter, self.tensors[module])):
             return True
-        plain = f"{module}.weight"
+        plain = f"{module}.{WEIGHT}"
         return plain in self.shards and len(self.shards.info(plain).shape) == 2
 
     def shape(self, module: str) -> tuple[int, int]:
         """The shape that the weight had, from the source or else from what is stored."""
-        plain, packed, scale = (
-            f"{module}.{s}" for s in ("weight", "weight_packed", "weight_scale")
-        )
-        args = self.schemes[module].weights
+        plain = f"{module}.{WEIGHT}"
         if self.source is not None and plain in self.source:
             rows, columns = self.source.info(plain).shape
-        elif plain in self.shards:
-            rows, columns = self.shards.info(plain).shape
-        elif f"{module}.weight_shape" in self.shards:
-            rows, columns = self.shards.read(f"{module}.weight_shape").tolist()
-        elif packed in self.shards and args is not None and args.type == "float":
-            rows, width = self.shards.info(packed).shape
-            columns = width * 8 // args.num_bits
-        elif scale in self.shards and args is not None and args.group_size:
-            rows, groups = self.shards.info(scale).shape
-            columns = groups * args.group_size
-        else:
+            return rows, columns
+        stored = {n: self.shards.info(f"{module}.{n}").shape for n in self.tensors[module]}
+        shape = original_shape(
+            stored, self.schemes[module].weights, lambda n: self.shards.read(f"{module}.{n}")
+        )
+        if shape is None:
             raise CheckpointError("there is no weight, nor anything that tells its shape")
-        return rows, columns
+        return shape
 
     def dtype(self, module: str) -> torch.dtype:
         """The type that the weight had."""
-        plain, scale = f"{module}.weight", f"{module}.weight_scale"
+        plain, scale = f"{module}.{WEIGHT}", f"{module}.{SCALE}"
         if self.source is not None and plain in self.source:
             return self.source.info(plain).dtype
         if module in self.dtypes:
@@ -124,9 +118,7 @@ class WrittenCheckpoint:
 
     def stored(self, module: str) -> StoredWeight:
         """Return the quantized weight of a module, to be read a few rows at a time."""
-        names = [local for local in self.tensors[module] if PARAMETER.fullmatch(local)]
-        if "weight" in self.tensors[module]:
-            names.append("weight")
+        names = weight_tensors(self.tensors[module])
         return StoredWeight(self.shards, module, names, self.schemes[module], self.shape(module))
 
     def decode(self, module: str) -> Iterator[tuple[int, torch.Tensor]]:

@@ -100,7 +100,7 @@ def _schemes() -> dict[str, dict[str, Any]]:
 
 def describe_scheme(scheme: QuantizationScheme) -> dict[str, Any]:
     """Return what a scheme stores, in words, and whether it needs calibration data."""
-    from steelyard.checkpoint.contents import describe_args
+    from steelyard.formats import describe_args
 
     inputs = scheme.input_activations
     activations = "not quantized"

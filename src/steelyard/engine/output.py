@@ -19,10 +19,11 @@ from torch.nn import Module
 
 from steelyard.checkpoint import CheckpointWriter, Shards, validate_checkpoint
 from steelyard.checkpoint.finite import check_finite, finite_pieces
-from steelyard.checkpoint.packed import DENSE, Packed, pack_module
+from steelyard.checkpoint.packed import Packed, pack_module
 from steelyard.data.tokenizer import tokenizer_of
 from steelyard.distributed import Ranks
 from steelyard.errors import CheckpointInvalid, PipelineError
+from steelyard.formats import DENSE
 from steelyard.fusion import fused_groups
 from steelyard.model.class_loading import loading_problems
 from steelyard.model.skeleton import own_buffers, parts_of

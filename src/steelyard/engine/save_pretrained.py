@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 
-from steelyard.checkpoint.layout import compressor_of, format_of
-from steelyard.checkpoint.packed import DENSE
 from steelyard.engine.output import Output
 from steelyard.errors import CheckpointError, StrategyError
+from steelyard.formats import DENSE, format_named, format_of
 from steelyard.model.source import Source
 from steelyard.plan.plan import Plan
 
@@ -116,7 +115,7 @@ def _chosen_format(config: QuantizationConfig, name: str | None, compressed: boo
     if name is None or name == DENSE:
         return name
     try:
-        compressor_of(name)
+        format_named(name)
     except StrategyError as error:
         raise CheckpointError(f"quantization_format: {error}") from None
     for group, scheme in config.config_groups.items():
@@ -136,7 +135,7 @@ def _fits(name: str, scheme: QuantizationScheme) -> bool:
         return True
     # the other formats have one byte per float code, and no second or power-of-two scale
     plain = weights.type == "int" or (weights.num_bits == 8 and weights.scale_dtype is None)
-    return plain and bool(compressor_of(name).can_compress(torch.nn.Linear, scheme))
+    return plain and bool(format_named(name).compressor.can_compress(torch.nn.Linear, scheme))
 
 
 def _lost_when_dense(config: QuantizationConfig) -> str:

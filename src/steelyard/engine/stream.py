@@ -21,13 +21,14 @@ from typing import Any
 import torch
 
 from steelyard.algorithms.module_result import ModuleResult
-from steelyard.checkpoint import CheckpointView, CheckpointWriter, stored_tensors
+from steelyard.checkpoint import CheckpointView, CheckpointWriter
 from steelyard.checkpoint.figures import figures_of
 from steelyard.checkpoint.finite import check_finite, finite_pieces
 from steelyard.checkpoint.shard_file import HEADER_ROOM, entry_bytes
 from steelyard.checkpoint.weight_errors import relative_error
 from steelyard.distributed import deal
 from steelyard.engine.progress import progress
+from steelyard.formats import stored_tensors
 from steelyard.fusion import decided_together
 from steelyard.observers import Observer
 from steelyard.observers.importance_base import ImportanceObserver

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -10,8 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from steelyard.errors import StrategyError
-from steelyard.kernels.pack import E2M1, block_of, quantize_and_pack, quotient_dtype
+from steelyard.kernels.pack import E2M1, quantize_and_pack, quotient_dtype
 from steelyard.kernels.rounding import minifloat, quantized_range, reconstruct
+from steelyard.kernels.scale_blocks import block_of, blocks_in, group_count, has_groups
 
 if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationArgs
@@ -45,12 +45,9 @@ class Grid:
         """Spread parameters as `Observer.get_qparams` returns them over the rows of a weight."""
         rows, columns = weight.shape
         height, width = block_of(args, rows, columns)
-        if args.strategy in ("group", "tensor_group") and columns % width:
-            raise StrategyError(
-                f"strategy {args.strategy!r} with group_size={width} does not fit a weight of "
-                f"{columns} columns"
-            )
-        shape = (math.ceil(rows / height), math.ceil(columns / width))
+        if has_groups(args):
+            group_count(args, weight.shape)  # raises unless they divide
+        shape = blocks_in(rows, height), blocks_in(columns, width)
 
         def spread(t: torch.Tensor) -> torch.Tensor:
             if t.numel() != shape[0] * shape[1]:

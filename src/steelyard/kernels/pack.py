@@ -26,13 +26,13 @@ from steelyard.errors import StrategyError
 from steelyard.kernels import compiled
 from steelyard.kernels.backend import use_compiled
 from steelyard.kernels.rounding import quantized_range, round_to_type
+from steelyard.kernels.scale_blocks import block_of, blocks_in, divides
 
 if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationArgs
 
 __all__ = [
     "E2M1",
-    "block_of",
     "quantize_and_pack",
     "quotient_dtype",
     "squared_error",
@@ -194,7 +194,7 @@ def _storage(
     if args.type == "float" and args.num_bits == 8:
         return _BYTES, (rows, columns), torch.float8_e4m3fn
     if args.type == "float" and args.num_bits == 4:
-        if columns % 2:
+        if not divides(2, columns):
             raise StrategyError(f"fp4 stores two columns to a byte, so not {columns} of them")
         return _NIBBLES, (rows, columns // 2), torch.uint8
     if args.type == "int" and packed:
@@ -202,20 +202,6 @@ def _storage(
     if args.type == "int":
         return _BYTES, (rows, columns), torch.int8
     raise StrategyError(f"there is no packed form of {args.num_bits}-bit floats here")
-
-
-def block_of(args: QuantizationArgs, rows: int, columns: int) -> tuple[int, int]:
-    """Return how many rows and columns share one scale."""
-    if args.strategy == "tensor":
-        return rows, columns
-    if args.strategy == "channel":
-        return 1, columns
-    if args.strategy == "block":
-        height, width = args.block_structure
-        return height, width
-    if args.strategy in ("group", "tensor_group"):
-        return 1, args.group_size
-    raise StrategyError(f"strategy {args.strategy!r} has no stored weight")
 
 
 def _quantize(
@@ -241,7 +227,7 @@ def _quantize(
 def _spread(t: torch.Tensor, shape: torch.Size, block: tuple[int, int]) -> torch.Tensor:
     """Return one value per weight."""
     rows, columns = shape
-    grid = t.reshape(math.ceil(rows / block[0]), math.ceil(columns / block[1]))
+    grid = t.reshape(blocks_in(rows, block[0]), blocks_in(columns, block[1]))
     wide = grid.repeat_interleave(block[0], 0)[:rows]
     return wide.repeat_interleave(block[1], 1)[:, :columns]
 

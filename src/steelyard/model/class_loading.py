@@ -17,10 +17,10 @@ from compressed_tensors.quantization import QuantizationConfig, QuantizationSche
 from compressed_tensors.utils.match import is_match, match_targets
 from torch.nn import Embedding, Linear
 
-from steelyard.checkpoint.layout import expected_tensors, format_of
-from steelyard.checkpoint.written import PARAMETER
 from steelyard.errors import StrategyError
 from steelyard.foreign import reason_of
+from steelyard.formats import expected_tensors, stored_as
+from steelyard.formats.tensor_names import SCALE, WEIGHT, base_of, is_parameter
 from steelyard.model.meta_parameters import parameters_on_meta
 from steelyard.model.model_class import (
     MOST_PARAMETERS,
@@ -100,7 +100,7 @@ def tied_problems(config: Mapping[str, Any], tensors: Specs) -> list[str]:
 def _plain(name: str) -> str:
     """Return the name that the weight of a quantized module had."""
     module, _, leaf = name.rpartition(".")
-    return f"{module}.weight" if PARAMETER.fullmatch(leaf) and leaf != "weight" else name
+    return f"{module}.{WEIGHT}" if is_parameter(leaf) else name
 
 
 def _schemes(known: ModelClass, config: QuantizationConfig) -> dict[str, QuantizationScheme]:
@@ -171,7 +171,7 @@ def _places(
 
 def _stacked_anew(known: ModelClass, converted: Mapping[str, str]) -> list[str]:
     """Return the scales of layers that are joined in a matrix: decoded, they become a stack."""
-    scales = [name for name in converted if name.endswith(".weight_scale")]
+    scales = [name for name in converted if name.endswith(f".{SCALE}")]
     counts = Counter(converted[name] for name in scales)
     flat = {p for p in counts if p in known.tensors and known.tensors[p].ndim == 2}
     return [name for name in scales if converted[name] in flat and counts[converted[name]] > 1]
@@ -187,7 +187,7 @@ def _list_of(name: str) -> str | None:
 def _broadcasts(name: str, tensors: Specs) -> bool:
     """Whether a scale multiplies its weight as it is, which transformers does with fp8 experts."""
     weight = tensors.get(name.removesuffix("_scale"))
-    if not name.endswith(".weight_scale") or weight is None:
+    if not name.endswith(f".{SCALE}") or weight is None:
         return True
     pairs = zip(reversed(tensors[name][1]), reversed(weight[1]), strict=False)
     return all(size in (1, whole) for size, whole in pairs)
@@ -195,12 +195,12 @@ def _broadcasts(name: str, tensors: Specs) -> bool:
 
 def _matters(name: str) -> bool:
     """Whether a tensor is needed to decode a weight; static inputs only speed a server up."""
-    return not name.rpartition(".")[2].startswith(("input_", "output_"))
+    return base_of(name.rpartition(".")[2]) not in ("input", "output")
 
 
 def _initialization(known: ModelClass, schemes: Mapping[str, QuantizationScheme]) -> Iterator[str]:
     """Classes that want the weight of a packed module while they are loaded."""
-    packed = [n for n, s in schemes.items() if s.weights is not None and _is_packed(s)]
+    packed = [n for n, s in schemes.items() if s.weights is not None and stored_as(s).is_packed]
     parts = dict(known.model.named_modules())
     from transformers import PreTrainedModel
 
@@ -233,12 +233,6 @@ def _vllm(known: ModelClass) -> str:
     if known.model.config.model_type in ONLY_TRANSFORMERS:
         return "vLLM does not list this model. With FP8_DYNAMIC or W8A8 it loads"
     return f"vLLM loads models with its own classes, where it has one. {_LOADS} in transformers too"
-
-
-def _is_packed(scheme: QuantizationScheme) -> bool:
-    return "weight" not in expected_tensors(scheme, (256, 256), torch.bfloat16) and (
-        format_of(scheme) != "dense"
-    )
 
 
 @contextlib.contextmanager

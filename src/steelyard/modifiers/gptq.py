@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, ClassVar
 
-from compressed_tensors.compressors.base import BaseCompressor
 from compressed_tensors.quantization import (
     ActivationOrdering,
     QuantizationArgs,
@@ -23,6 +22,8 @@ from compressed_tensors.quantization import (
 )
 from pydantic import Field, field_validator, model_validator
 
+from steelyard.formats import stored_as
+from steelyard.formats.tensor_names import GROUP_INDEX
 from steelyard.modifiers.modifier import Modifier
 from steelyard.modifiers.nearest import QuantizationModifier
 from steelyard.modifiers.schemes import args_problem
@@ -149,5 +150,4 @@ def _stores_groups() -> bool:
     scheme = preset_name_to_scheme("W4A16", ["Linear"])
     assert scheme.weights is not None
     scheme.weights.actorder = ActivationOrdering.GROUP
-    compressor = BaseCompressor.get_value_from_registry("pack-quantized")
-    return "weight_g_idx" in compressor.compression_param_names(scheme)
+    return stored_as(scheme).stores(GROUP_INDEX, scheme)

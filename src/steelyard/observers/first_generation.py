@@ -23,6 +23,7 @@ import torch
 
 from steelyard.errors import NonFiniteError, OptionError, StrategyError, nearest
 from steelyard.kernels.qparams import global_scale_of
+from steelyard.kernels.scale_blocks import blocks_in, group_count
 from steelyard.observers.helpers import count_tokens
 from steelyard.observers.type_checks import describe_non_finite
 
@@ -78,12 +79,7 @@ def slices_of(
         return (value.shape[1], 1, 1), [Slice(value, (0, 2, 3), None, (slice(None),))]
     if strategy == "block":
         return _blocks(value, *args.block_structure)
-    count, size = value.shape[-1] // args.group_size, args.group_size
-    if value.shape[-1] % size:
-        raise StrategyError(
-            f"a value of shape {tuple(value.shape)} does not divide into groups of {size}; choose "
-            f"a group size that divides {value.shape[-1]}, or leave the module out"
-        )
+    count, size = group_count(args, value.shape), args.group_size
     if base_name == "weight":
         parts = enumerate(torch.split(value, size, -1))
         return (*value.shape[:-1], count), [Slice(x, (1,), i, (slice(None), i)) for i, x in parts]
@@ -92,7 +88,7 @@ def slices_of(
 
 
 def _blocks(value: torch.Tensor, height: int, width: int) -> tuple[tuple[int, ...], list[Slice]]:
-    rows, columns = -(-value.shape[0] // height), -(-value.shape[1] // width)
+    rows, columns = blocks_in(value.shape[0], height), blocks_in(value.shape[1], width)
     found = [
         Slice(block, None, i * columns + j, (i, slice(j, j + 1)))
         for i, row in enumerate(torch.split(value, height, 0))

@@ -13,6 +13,7 @@ import torch
 
 from steelyard.errors import StrategyError
 from steelyard.fusion import FUSED_LAYER_NAMES
+from steelyard.kernels.scale_blocks import group_count
 from steelyard.observers.linked import fuse_weight_observers
 
 if TYPE_CHECKING:
@@ -133,14 +134,8 @@ def _flatten_attention(value: torch.Tensor, args: QuantizationArgs) -> torch.Ten
 
 
 def _split_groups(value: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
-    columns = value.shape[-1]
-    if columns % args.group_size:
-        raise StrategyError(
-            f"a value of shape {tuple(value.shape)} does not divide into groups of "
-            f"{args.group_size}: its last dimension is {columns}; choose a group size that "
-            f"divides {columns}, or leave the module out"
-        )
-    return value.reshape(*value.shape[:-1], -1, args.group_size)
+    count = group_count(args, value.shape)
+    return value.reshape(*value.shape[:-1], count, args.group_size)
 
 
 def group_order(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from compressed_tensors.quantization import QuantizationArgs
 
+from steelyard.kernels.scale_blocks import divides, has_groups
 from steelyard.modifiers.schemes import has_free_groups
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def indivisible_groups(plan: Plan, bypass: bool) -> Iterator[str]:
     for members in _by_config_group(plan):
         scheme = members[0].scheme
         for label, args in (("weight", scheme.weights), ("input", scheme.input_activations)):
-            if args is None or args.strategy not in ("group", "tensor_group"):
+            if args is None or not has_groups(args):
                 continue
             size, widths = args.group_size or 1, sorted({p.shape[1] for p in members})
             for columns, who in _indivisible(members, size):
@@ -64,7 +65,7 @@ def _indivisible(members: list[Planned], size: int) -> Iterator[tuple[int, str]]
     for planned in members:
         by_columns.setdefault(planned.shape[1], []).append(planned.name)
     for columns, names in by_columns.items():
-        if columns % size:
+        if not divides(size, columns):
             yield (
                 columns,
                 (names[0] if len(names) == 1 else f"{len(names)} modules such as {names[0]}"),
@@ -76,7 +77,7 @@ def _remedy(args: QuantizationArgs, widths: list[int]) -> str:
     if not has_free_groups(args):
         return "the format fixes this size: ignore them, or choose a scheme with other groups"
     listed = ", ".join(map(str, widths))
-    fitting = [size for size in _SIZES if not any(columns % size for columns in widths)]
+    fitting = [size for size in _SIZES if all(divides(size, columns) for columns in widths)]
     if not fitting:
         return (
             f"none of {', '.join(map(str, _SIZES))} divides {listed}: ignore them, or choose a "

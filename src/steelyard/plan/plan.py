@@ -16,10 +16,10 @@ import torch
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from torch.nn import Embedding, Linear, Module, MultiheadAttention
 
-from steelyard.checkpoint.layout import TensorSpec, expected_tensors, format_of
 from steelyard.checkpoint.patterns import slow_pattern
 from steelyard.errors import PlanError
 from steelyard.foreign import printable
+from steelyard.formats import TensorSpec, expected_tensors, format_of
 from steelyard.model.attention import attention_group, cached_attention
 from steelyard.model.matching import hits_of, ignoring
 from steelyard.modifiers import Modifier

@@ -6,7 +6,7 @@ from typing import Any
 
 from compressed_tensors.quantization import QuantizationConfig
 
-from steelyard.checkpoint.layout import TensorSpec
+from steelyard.formats import TensorSpec
 from steelyard.model.class_loading import loading_problems
 from steelyard.model.skeleton import saved_as
 from steelyard.model.source import Source

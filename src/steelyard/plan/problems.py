@@ -12,9 +12,11 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.utils.match import is_match
 from torch.nn import Embedding, Module
 
-from steelyard.checkpoint.layout import format_of
 from steelyard.errors import PipelineError, StrategyError
+from steelyard.formats import stored_as
+from steelyard.formats.tensor_names import SCALE
 from steelyard.fusion import fused_groups, shared_parameters
+from steelyard.kernels.scale_blocks import divides
 from steelyard.model.attention import attention_group, cached_attention
 from steelyard.model.blocks import decoder_layers
 from steelyard.model.matching import by_all_names
@@ -74,7 +76,7 @@ def errors_of(plan: Plan, model: Any, modifiers: Sequence[Modifier]) -> Iterator
         if 0 in planned.shape:
             yield f"{planned.name} has no weights, its shape is {planned.shape}; ignore it"
             continue
-        yield from _too_few_rows(planned)
+        yield from _unreadable(planned)
 
 
 def warnings_of(plan: Plan, model: Any, modifiers: Sequence[Modifier]) -> Iterator[str]:
@@ -286,7 +288,7 @@ def _half_fused(modules: dict[str, Module], plan: Plan) -> Iterator[str]:
                 f"{', '.join(taken)} belong to different config groups, and the server fuses "
                 "them: give them one"
             )
-        elif taken and "weight_scale" in shared_parameters(quantized[taken[0]].scheme):
+        elif taken and SCALE in shared_parameters(quantized[taken[0]].scheme):
             types = {quantized[name].dtype for name in taken}
             if len(types) > 1:
                 yield (
@@ -295,17 +297,11 @@ def _half_fused(modules: dict[str, Module], plan: Plan) -> Iterator[str]:
                 )
 
 
-def _too_few_rows(planned: Planned) -> Iterator[str]:
-    """Packed zero points of few rows, which compressed-tensors cannot unpack."""
+def _unreadable(planned: Planned) -> Iterator[str]:
+    """Weights that the format stores, but that compressed-tensors cannot read back."""
     args = planned.scheme.weights
-    if args is None or args.symmetric or format_of(planned.scheme) != "pack-quantized":
-        return
-    least = 32 // args.num_bits
-    if args.strategy in ("group", "channel") and planned.shape[0] <= least:
-        yield (
-            f"{planned.name}: zero points of {planned.shape[0]} rows are packed in one word, which "
-            "compressed-tensors does not unpack; ignore it, or use a symmetric scheme"
-        )
+    if args is not None and (problem := stored_as(planned.scheme).problem(args, planned.shape)):
+        yield f"{planned.name}: {problem}"
 
 
 # -- sizes ------------------------------------------------------------------------------------
@@ -333,7 +329,7 @@ def _uneven_share(planned: Planned) -> str | None:
     unit, size = (weights.group_size or 1, columns) if by_input else (1, rows)
     if weights.strategy == "block":
         unit = weights.block_structure[1 if by_input else 0]
-    bad = [n for n in _PARALLEL if size % unit == 0 and size % (n * unit)]
+    bad = [n for n in _PARALLEL if divides(unit, size) and not divides(n * unit, size)]
     if not bad:
         return None
     side = "columns" if by_input else "rows"

@@ -13,9 +13,10 @@ from compressed_tensors.quantization import (
 from compressed_tensors.utils.match import is_match, match_name, match_targets
 from torch.nn import Embedding, Linear
 
-from steelyard.checkpoint import format_of, quantization_config_dict
-from steelyard.checkpoint.packed import DENSE
+from steelyard.checkpoint import quantization_config_dict
 from steelyard.checkpoint.written import likely_class
+from steelyard.formats import format_of
+from steelyard.formats.table import overall_format
 from steelyard.model.attention import implied_cache_scheme
 from steelyard.model.source import Source
 from steelyard.plan.plan import Plan
@@ -45,7 +46,7 @@ def written_config(
             "kv_cache_scheme": implied_cache_scheme(source.model, config),
             "ignore": list(dict.fromkeys(_ignored(source, config, plan, plain))),
             "quantization_status": QuantizationStatus.COMPRESSED,
-            "format": _overall_format(groups.values()),
+            "format": overall_format({str(scheme.format) for scheme in groups.values()}),
         }
     )
     return {**source.config(), "quantization_config": quantization_config_dict(written)}
@@ -78,10 +79,3 @@ def _ignored(
 
 def _format_of(scheme: QuantizationScheme, chosen: str | None) -> str:
     return (chosen if scheme.weights is not None else None) or format_of(scheme)
-
-
-def _overall_format(schemes: Iterable[QuantizationScheme]) -> str:
-    formats = {str(scheme.format) for scheme in schemes}
-    if not formats:
-        return DENSE
-    return formats.pop() if len(formats) == 1 else "mixed-precision"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 from collections import Counter
@@ -11,13 +12,14 @@ from pathlib import Path
 from platform import python_version
 from typing import Any
 
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from compressed_tensors.quantization import QuantizationArgs
 
 from steelyard.algorithms.module_result import ModuleResult
-from steelyard.checkpoint.layout import format_of
 from steelyard.checkpoint.shards import Shards
-from steelyard.checkpoint.written import PARAMETER
 from steelyard.engine.result import Result
+from steelyard.formats import format_of
+from steelyard.formats.descriptions import describe_scales, scheme_label
+from steelyard.formats.tensor_names import WEIGHT, is_parameter, stores_codes
 from steelyard.plan.plan import Plan, Planned
 from steelyard.report.sections import LeftOut, ModuleReport, SchemeUse, Summary, decibels
 
@@ -60,7 +62,7 @@ def _weight_of(planned: Planned | None, module: ModuleResult) -> dict[str, Any]:
         weights = planned.scheme.weights
         about |= {
             "shape": [rows, columns],
-            "scheme": _label(planned.scheme),
+            "scheme": scheme_label(planned.scheme),
             "observer": None if weights is None else weights.observer or "memoryless_minmax",
             "bytes_before": rows * columns * planned.dtype.itemsize,
             "bytes_after": planned.stored_bytes,
@@ -132,15 +134,16 @@ def _measured(folder: Path) -> tuple[int, int]:
     """Return the bytes of a checkpoint's tensors, and how many numbers are not quantized."""
     with Shards(folder) as shards:
         infos = {name: shards.info(name) for name in shards}
+    leaves: dict[str, set[str]] = {}
+    for name in infos:
+        module, _, leaf = name.rpartition(".")
+        leaves.setdefault(module, set()).add(leaf)
     others = 0
     for name, info in infos.items():
         module, _, leaf = name.rpartition(".")
-        codes = leaf == "weight" and f"{module}.weight_scale" in infos
-        if not codes and not PARAMETER.fullmatch(leaf):
-            count = 1
-            for size in info.shape:
-                count *= size
-            others += count
+        codes = leaf == WEIGHT and stores_codes(leaves[module])
+        if not codes and not is_parameter(leaf):
+            others += math.prod(info.shape)
     return sum(info.nbytes for info in infos.values()), others
 
 
@@ -153,7 +156,7 @@ def _schemes(plan: Plan) -> list[SchemeUse]:
         scheme = members[0].scheme
         found.append(
             SchemeUse(
-                label=_label(scheme),
+                label=scheme_label(scheme),
                 format=format_of(scheme),
                 weights=_words(scheme.weights, of_weights=True),
                 inputs=_words(scheme.input_activations),
@@ -175,30 +178,11 @@ def _schemes(plan: Plan) -> list[SchemeUse]:
     return found
 
 
-def _label(scheme: QuantizationScheme) -> str:
-    """Return a scheme's name in the usual shorthand: bits of the weights, bits of what flows in.
-
-    >>> _label(preset_name_to_scheme("FP8_DYNAMIC", ["Linear"]))
-    'W8A8-FP'
-    """
-    sides = (scheme.weights, scheme.input_activations)
-    bits = [16 if side is None else side.num_bits for side in sides]
-    floats = any(side is not None and side.type == "float" for side in sides)
-    return f"W{bits[0]}A{bits[1]}" + ("-FP" if floats else "")
-
-
 def _words(args: QuantizationArgs | None, of_weights: bool = False) -> str | None:
     """Return a type and how its scales are laid out, in words."""
     if args is None:
         return None
-    plain = args.model_dump(mode="json")  # words, not members of an enum
-    words = [f"{plain['type']}{args.num_bits}", str(plain["strategy"] or "tensor")]
-    words[-1] = words[-1].replace("_", " ")
-    if args.group_size and args.group_size > 0:
-        words[-1] += f" of {args.group_size}"
-    if args.block_structure:
-        words[-1] += " of " + " x ".join(map(str, args.block_structure))
-    words.append("symmetric" if args.symmetric else "asymmetric")
+    words = [describe_scales(args)]
     if of_weights:
         words.append(args.observer or "memoryless_minmax")
     elif args.dynamic:

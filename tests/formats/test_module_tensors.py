@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from compressed_tensors.compressors.base import BaseCompressor
@@ -14,18 +12,17 @@ from compressed_tensors.quantization import (
     preset_name_to_scheme,
 )
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
+from stored_parameters import calibrate
 from torch.testing import assert_close
 
-from steelyard.checkpoint.layout import (
+from steelyard.errors import StrategyError
+from steelyard.formats import (
     expected_attention_tensors,
     expected_tensors,
     format_of,
     stored_tensors,
-    words_for,
 )
-from steelyard.errors import StrategyError
-
-Calibrate = Callable[[torch.Tensor, QuantizationScheme], dict[str, torch.Tensor]]
+from steelyard.formats.int32_words import words_for
 
 INT8 = QuantizationArgs(num_bits=8, strategy="channel")
 FP8_TENSOR = QuantizationArgs(num_bits=8, type="float", strategy="tensor")
@@ -86,9 +83,7 @@ def same_bytes(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", SCHEMES)
-def test_bytes_are_those_of_the_compressor(
-    name: str, dtype: torch.dtype, calibrate: Calibrate
-) -> None:
+def test_bytes_are_those_of_the_compressor(name: str, dtype: torch.dtype) -> None:
     scheme, weight = SCHEMES[name], some_weight(dtype)
     qparams = calibrate(weight, scheme)
     before = {key: value.clone() for key, value in qparams.items()}
@@ -100,7 +95,7 @@ def test_bytes_are_those_of_the_compressor(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", SCHEMES)
-def test_expected_is_what_is_stored(name: str, dtype: torch.dtype, calibrate: Calibrate) -> None:
+def test_expected_is_what_is_stored(name: str, dtype: torch.dtype) -> None:
     scheme, weight = SCHEMES[name], some_weight(dtype)
     stored = stored_tensors(weight, calibrate(weight, scheme), scheme)
     found = {key: (value.dtype, tuple(value.shape)) for key, value in stored.items()}
@@ -108,7 +103,7 @@ def test_expected_is_what_is_stored(name: str, dtype: torch.dtype, calibrate: Ca
 
 
 @pytest.mark.parametrize("name", ["W4A16_ASYM", "3 bits", "5 bits", "FP8_BLOCK"])
-def test_rows_that_fill_no_word_or_block(name: str, calibrate: Calibrate) -> None:
+def test_rows_that_fill_no_word_or_block(name: str) -> None:
     scheme, weight = SCHEMES[name], some_weight(torch.bfloat16, rows=37)
     qparams = calibrate(weight, scheme)
     stored = stored_tensors(weight, qparams, scheme)
@@ -156,7 +151,7 @@ def test_design_table() -> None:
     }
 
 
-def test_without_a_weight_only_activations_remain(calibrate: Calibrate) -> None:
+def test_without_a_weight_only_activations_remain() -> None:
     scheme = SCHEMES["W8A8 static asymmetric"]
     qparams = calibrate(some_weight(torch.bfloat16), scheme)
     assert stored_tensors(None, qparams, scheme).keys() == {"input_scale", "input_zero_point"}
@@ -172,7 +167,7 @@ def test_format_is_inferred_unless_set() -> None:
     assert format_of(scheme.model_copy(update={"format": "pack-quantized"})) == "pack-quantized"
 
 
-def test_format_argument_wins(calibrate: Calibrate) -> None:
+def test_format_argument_wins() -> None:
     scheme, weight = SCHEMES["W4A8"], some_weight(torch.bfloat16)
     qparams = calibrate(weight, scheme)
     assert "weight_packed" not in stored_tensors(weight, qparams, scheme)
@@ -189,11 +184,13 @@ def test_cache_scales() -> None:
     assert expected_attention_tensors(heads, bf16, 4)["v_scale"] == (bf16, (4, 1, 1))
 
 
-def test_refusals(calibrate: Calibrate) -> None:
+def test_refusals() -> None:
     weight = some_weight(torch.bfloat16)
     scheme = SCHEMES["W4A16"]
     qparams = calibrate(weight, scheme)
-    with pytest.raises(StrategyError, match="group_size=128 does not divide 200 columns"):
+    with pytest.raises(
+        StrategyError, match=r"shape \(48, 200\) does not divide into groups of 128.*divides 200"
+    ):
         expected_tensors(scheme, (48, 200), torch.bfloat16)
     with pytest.raises(StrategyError, match="needs quantized weights and a weight_scale"):
         stored_tensors(weight, {}, scheme)
@@ -204,7 +201,7 @@ def test_refusals(calibrate: Calibrate) -> None:
         stored_tensors(weight, {**qparams, "weight_g_idx": order}, scheme)
 
 
-def test_activation_order_where_it_can_be_stored(calibrate: Calibrate) -> None:
+def test_activation_order_where_it_can_be_stored() -> None:
     """compressed-tensors 0.17 stores the groups of permuted columns; 0.20 has done away with it."""
     try:
         args = integer(strategy="group", group_size=128, actorder="group")
