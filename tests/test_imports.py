@@ -29,6 +29,7 @@ LAYERS = (
     ("distributed",),
     ("kernels", "demo"),
     ("fusion", "errors", "registry", "whole_file", "words", "aliases"),
+    ("file_lock",),
     ("foreign",),
 )
 DEPTH = {name: depth for depth, layer in enumerate(LAYERS) for name in layer}

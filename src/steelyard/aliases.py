@@ -18,6 +18,8 @@ __all__ = ["ALIASES", "install"]
 ALIASES = {
     "steelyard.calibration": "steelyard.observers.calibration",
     "steelyard.modifiers.base": "steelyard.modifiers.modifier",
+    # what `from steelyard.modifiers.quantization import calibration` looks for
+    "steelyard.modifiers.calibration": "steelyard.observers.calibration",
     "steelyard.modifiers.imatrix": "steelyard.modifiers.importance",
     "steelyard.modifiers.quantization": "steelyard.modifiers",
     "steelyard.modifiers.quantization.calibration": "steelyard.observers.calibration",

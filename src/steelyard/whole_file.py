@@ -8,7 +8,6 @@ lock on that hidden file, so the next run can tell what a killed one left, and r
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import stat
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from steelyard.errors import OutputError, SteelyardError
+from steelyard.file_lock import lock_file
 
 __all__ = ["FileKind", "safetensors_metadata", "sync", "write_whole"]
 
@@ -108,7 +108,7 @@ def write_whole(path: str | Path, content: bytes | str) -> None:
     handle = os.open(partial, flags, 0o666)
     try:
         with suppress(OSError):  # a disk without locks
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(handle, holder=None)
         done = 0
         while done < len(data):
             done += os.write(handle, data[done:])
@@ -143,7 +143,7 @@ def _remove_leftovers(path: Path) -> None:
         with suppress(OSError):
             handle = os.open(old, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # else someone writes it
+                lock_file(handle, holder=int(number))  # else someone writes it
                 old.unlink()
             finally:
                 os.close(handle)

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from steelyard.checkpoint.shards import DTYPE_NAMES
+from steelyard.checkpoint.shards import DTYPE_NAMES, LARGEST_CALL
 from steelyard.errors import CheckpointError
 
 __all__ = ["HEADER_ROOM", "ShardFile", "checksum", "entry_bytes", "is_whole"]
@@ -84,7 +84,7 @@ class ShardFile:
         view, done = memoryview(data), 0
         try:
             while done < len(view):
-                done += os.pwrite(self._handle, view[done:], offset + done)
+                done += os.pwrite(self._handle, view[done : done + LARGEST_CALL], offset + done)
         except OSError as error:
             raise CheckpointError(
                 f"{self.path} cannot be written: {error.strerror}; make room or choose another "

@@ -36,6 +36,7 @@ __all__ = ["DTYPE_NAMES", "INDEX", "SINGLE", "Shards", "TensorInfo"]
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PIECE = 1 << 22
+LARGEST_CALL = 1 << 30  # bytes read or written at once; macOS refuses 2 GiB
 _NUMBERED = re.compile(r"(.+)-(\d{1,9})-of-(\d{1,9})\.safetensors")
 
 
@@ -190,7 +191,9 @@ class Shards:
             )
         while done < len(view):
             try:
-                got = os.preadv(self._open[file], [view[done:]], info.offset + start + done)
+                got = os.preadv(
+                    self._open[file], [view[done : done + LARGEST_CALL]], info.offset + start + done
+                )
             except OSError as error:
                 raise unreadable(file, error) from error
             if got == 0:

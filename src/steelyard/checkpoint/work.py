@@ -18,7 +18,6 @@ journal's last entry. What the journal was begun with (source, recipe, versions)
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import shutil
@@ -31,6 +30,7 @@ from typing import Any
 from steelyard.checkpoint.exchange import exchange
 from steelyard.checkpoint.journal import journal_text, read_journal
 from steelyard.errors import CheckpointError
+from steelyard.file_lock import lock_file
 from steelyard.whole_file import sync, write_whole
 
 __all__ = ["WorkFolder", "differences"]
@@ -76,14 +76,14 @@ class WorkFolder:
         except FileNotFoundError:  # a run that ended just now took its folder away
             return False
         try:
-            self._check_lock(handle)
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            holder = self._holder(handle)
+            lock_file(handle, holder)
         except BlockingIOError:
-            holder = os.pread(handle, 32, 0).decode(errors="replace").strip() or "unknown"
+            holder = self._holder(handle)  # which may not have written its number before
             os.close(handle)
             raise CheckpointError(
-                f"another run (process {holder}) is writing to {self.output}; wait for it, or "
-                "choose another output"
+                f"another run (process {holder or 'unknown'}) is writing to {self.output}; wait "
+                "for it, or choose another output"
             ) from None
         except BaseException:
             os.close(handle)
@@ -115,13 +115,14 @@ class WorkFolder:
         if names and "lock" not in names and "journal.json" not in names:
             raise self._not_ours(f"holds {sorted(names)[0]} and no lock")
 
-    def _check_lock(self, handle: int) -> None:
-        """Refuse a file that is no lock of ours, before it is written to."""
+    def _holder(self, handle: int) -> int | None:
+        """Return the process that a lock names; refuse a file that is no lock of ours."""
         status = os.fstat(handle)
         known = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
         content = os.pread(handle, 33, 0) if known else b""
         if not known or status.st_nlink > 1 or not re.fullmatch(rb"\d{0,32}", content):
             raise self._not_ours("holds a lock that is none")
+        return int(content) if content else None
 
     def _not_ours(self, why: str) -> CheckpointError:
         return CheckpointError(

@@ -30,10 +30,14 @@ from transformers.utils.chat_template_utils import render_jinja_template
 limits = json.loads(sys.stdin.readline())
 try:
     import resource, signal
-    resource.setrlimit(resource.RLIMIT_AS, (limits["memory"], limits["memory"]))
     limit = lambda seconds: signal.setitimer(signal.ITIMER_PROF, seconds)
 except ImportError:
     limit = lambda seconds: None
+else:
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (limits["memory"], limits["memory"]))
+    except (OSError, ValueError):  # macOS has the name, and refuses the limit
+        pass
 for line in sys.stdin:
     given = json.loads(line)
     limit(limits["seconds"])  # ends the process

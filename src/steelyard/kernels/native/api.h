@@ -1,7 +1,7 @@
 // What the Python binding and the per-instruction-set builds agree on.
 //
 // A kernel is written once, in the *.inl files, and compiled once per instruction set inside a
-// namespace of its own. Each build fills one Table; module.cpp picks a table at run time.
+// namespace of its own. Each build fills one Table; instruction_sets.h picks one at run time.
 #pragma once
 
 #include <cstdint>

@@ -34,6 +34,8 @@ namespace {
 
 #include "search.inl"
 
+#include "group_error.inl"
+
 #include "optimal.inl"
 
 #include "pack.inl"

@@ -1,103 +1,25 @@
-// The compiled half of steelyard.kernels: checks what Python hands over and picks the build of the
-// kernels that fits this processor.
+// The compiled half of steelyard.kernels: the functions that Python calls. Each checks its arguments
+// and runs the build of its kernel that Python names.
 //
-// It links to nothing but Python. Tensors come through DLPack and are read where they lie.
+// It links to nothing but Python.
 
-#include <cstring>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include "api.h"
+#include "arguments.h"
+#include "instruction_sets.h"
 
-namespace nb = nanobind;
 using namespace steelyard;
 
 namespace {
-
-using Tensor = nb::ndarray<nb::ro, nb::device::cpu>;
-using Floats = nb::ndarray<float, nb::device::cpu, nb::c_contig>;
-using ConstFloats = nb::ndarray<const float, nb::device::cpu, nb::c_contig>;
-using Doubles = nb::ndarray<double, nb::device::cpu, nb::c_contig>;
-using MutableTensor = nb::ndarray<nb::device::cpu, nb::c_contig>;
-using Indices = nb::ndarray<const int64_t, nb::device::cpu, nb::c_contig>;
-using Bytes = nb::ndarray<uint8_t, nb::device::cpu, nb::c_contig>;
-
-const Table* table_for(const std::string& name) {
-#if defined(__x86_64__) && defined(__GNUC__)
-    if (name == "avx512" && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
-        return &avx512_table;
-    }
-    if (name == "avx2" && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
-        return &avx2_table;
-    }
-#endif
-    return name == "baseline" ? &baseline_table : nullptr;
-}
-
-const Table& require_table(const std::string& name) {
-    const Table* table = table_for(name);
-    if (table == nullptr) throw std::invalid_argument("this processor cannot run " + name);
-    return *table;
-}
-
-// Instruction sets that this processor runs, best first.
-std::vector<std::string> instruction_sets() {
-    std::vector<std::string> usable;
-    for (const char* name : {"avx512", "avx2", "baseline"}) {
-        if (table_for(name) != nullptr) usable.emplace_back(name);
-    }
-    return usable;
-}
-
-template <class Array>
-Type type_of(const Array& x) {
-    if (x.dtype() == nb::dtype<float>()) return Type::f32;
-    const auto code = nb::dlpack::dtype_code(x.dtype().code);
-    if (x.dtype().bits == 16 && code == nb::dlpack::dtype_code::Float) return Type::f16;
-    if (x.dtype().bits == 16 && code == nb::dlpack::dtype_code::Bfloat) return Type::bf16;
-    throw std::invalid_argument("values must be fp32, fp16 or bf16");
-}
-
-View view_of(const Tensor& x) {
-    if (x.ndim() != 5) throw std::invalid_argument("values must have five dimensions");
-    View view{x.data(), type_of(x), {}, {}};
-    for (int i = 0; i < 5; ++i) {
-        view.size[i] = int64_t(x.shape(i));
-        view.stride[i] = x.stride(i);
-        if (view.size[i] == 0) throw std::invalid_argument("values must not be empty");
-    }
-    return view;
-}
-
-template <class Array>
-void require_size(const Array& array, int64_t size, const char* name) {
-    if (int64_t(array.size()) != size) {
-        throw std::invalid_argument(std::string(name) + " must hold " + std::to_string(size) +
-                                    " values, not " + std::to_string(array.size()));
-    }
-}
-
-// Importance broadcasts over the values: a dimension of size 1 does not advance.
-const float* weights_of(const std::optional<Tensor>& weights, const View& values, int64_t* stride) {
-    if (!weights) return nullptr;
-    const View view = view_of(*weights);
-    if (view.type != Type::f32) throw std::invalid_argument("importance must be fp32");
-    for (int i = 0; i < 5; ++i) {
-        if (view.size[i] != 1 && view.size[i] != values.size[i]) {
-            throw std::invalid_argument("importance must broadcast to the values");
-        }
-        stride[i] = view.size[i] == 1 ? 0 : view.stride[i];
-    }
-    return static_cast<const float*>(view.data);
-}
 
 void range(const Tensor& values, Floats low, Floats high, const std::string& isa, int threads) {
     const View view = view_of(values);
@@ -186,9 +108,8 @@ void pack(const Tensor& weight, ConstFloats scale, std::optional<ConstFloats> ze
           const Format& format, int64_t block_rows, int64_t block_columns, int num_bits, int layout,
           bool round_quotient, std::optional<Bytes> out, std::optional<Doubles> errors,
           const std::string& isa, int threads) {
-    if (weight.ndim() != 2 || (out && out->ndim() != 2)) {
-        throw std::invalid_argument("matrices, please");
-    }
+    require_matrix(weight, "weight");
+    if (out) require_matrix(*out, "out");
     PackProblem p{};
     p.data = weight.data();
     p.type = type_of(weight);
@@ -229,7 +150,8 @@ void gptq_block(ConstFloats weight, std::optional<ConstFloats> lower, std::optio
     if (lower.has_value() != sums.has_value() || lower.has_value() != values.has_value()) {
         throw std::invalid_argument("lower, sums and values go together");
     }
-    if (weight.ndim() != 2 || scale.ndim() != 2) throw std::invalid_argument("matrices, please");
+    require_matrix(weight, "weight");
+    require_matrix(scale, "scale");
     if (type < 0 || type > int(Type::bf16)) throw std::invalid_argument("no such type");
     GptqProblem p{};
     p.columns = int64_t(weight.shape(0));
@@ -266,31 +188,6 @@ void gptq_block(ConstFloats weight, std::optional<ConstFloats> lower, std::optio
     const Table& table = require_table(isa);
     nb::gil_scoped_release release;
     table.gptq_block(p, threads);
-}
-
-std::vector<std::string> cpu_features() {
-    std::vector<std::string> found;
-#if defined(__x86_64__) && defined(__GNUC__)
-    // The builtin takes only a literal, hence no loop over the names.
-    if (__builtin_cpu_supports("avx2")) found.emplace_back("avx2");
-    if (__builtin_cpu_supports("fma")) found.emplace_back("fma");
-    if (__builtin_cpu_supports("avx512f")) found.emplace_back("avx512f");
-    if (__builtin_cpu_supports("avx512bw")) found.emplace_back("avx512bw");
-    if (__builtin_cpu_supports("avx512vl")) found.emplace_back("avx512vl");
-#elif defined(__aarch64__)
-    found.emplace_back("neon");  // part of the base architecture, so there is nothing to ask
-#endif
-    return found;
-}
-
-std::string compiler() {
-#if defined(__clang__)
-    return "clang " __clang_version__;
-#elif defined(__GNUC__)
-    return "gcc " __VERSION__;
-#else
-    return "unknown";
-#endif
 }
 
 }  // namespace

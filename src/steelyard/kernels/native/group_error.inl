@@ -1,0 +1,195 @@
+// The scales that a type can store, and the squared error of one group at any of them.
+
+struct Codes {  // the scales that a type can store, in order
+    ScaleType type;
+    int first, last;
+    double halves_above;  // from here on, half of a code is a code
+
+    explicit Codes(ScaleType t) : type(t) {
+        switch (t) {
+            case ScaleType::f32:  // too many to list: bf16's, and the best is refined
+            case ScaleType::bf16: first = 1; last = 0x7f7f; halves_above = 0x1p-125; break;
+            case ScaleType::f16: first = 1; last = 0x7bff; halves_above = 0x1p-13; break;
+            case ScaleType::e4m3: first = 1; last = 0x7e; halves_above = 0x1p-5; break;
+            case ScaleType::e8m0: first = 0; last = 254; halves_above = 0x1p-126; break;
+        }
+    }
+
+    float value(int code) const {
+        switch (type) {
+            case ScaleType::f32:
+            case ScaleType::bf16: return from_bits(uint32_t(code) << 16);
+            case ScaleType::f16: return widen(half_t{uint16_t(code)});
+            case ScaleType::e4m3: {
+                const int exponent = code >> 3, mantissa = code & 7;
+                return exponent == 0 ? mantissa * 0x1p-9f
+                                     : (8 + mantissa) * from_bits(uint32_t(exponent + 117) << 23);
+            }
+            case ScaleType::e8m0: return power_of_two(code);
+        }
+        return 0;
+    }
+
+    int at_or_above(double value_wanted) const {  // `last` where no code is
+        int low = first, high = last;
+        while (low < high) {
+            const int middle = low + (high - low) / 2;
+            if (value(middle) >= value_wanted) high = middle;
+            else low = middle + 1;
+        }
+        return low;
+    }
+};
+
+// Sum of weight * (distance of x beyond the interval [low, high])^2, below and above.
+template <bool WEIGHTED>
+static void clip_sums(const float* x, const float* w, int64_t n, float low, float high,
+                      double* below, double* above) {
+    vf a = {}, b = {};
+    for (int64_t i = 0; i < n; i += LANES) {
+        const vf v = load(x + i);
+        const vf under = vmax(low - v, (vf){}), over = vmax(v - high, (vf){});
+        if constexpr (WEIGHTED) {
+            const vf weight = load(w + i);
+            a += under * under * weight;
+            b += over * over * weight;
+        } else {
+            a += under * under;
+            b += over * over;
+        }
+    }
+    *below += sum(a);
+    *above += sum(b);
+}
+
+// Sums of x*q and q*q (weighed), from which least squares gives the best scale for fixed codes.
+static void fit_sums(const float* x, const float* w, int64_t n, const Rounding& r, float inverse,
+                     float zero_point, double* xq, double* qq) {
+    for (int64_t begin = 0; begin < n; begin += CHECK_EVERY) {
+        vf a = {}, b = {};
+        for (int64_t i = begin; i < std::min(n, begin + CHECK_EVERY); i += LANES) {
+            const vf v = load(x + i);
+            const vf y = v * inverse + zero_point;
+            const vf c = vmin(vmax(y, splat(r.qmin)), splat(r.qmax));
+            const vf q = (r.is_int ? round_int(c) : round_float(c, r.smallest_normal, r.magic)) -
+                         zero_point;
+            const vf wq = w != nullptr ? q * load(w + i) : q;
+            a += v * wq;
+            b += q * wq;
+        }
+        *xq += sum(a);
+        *qq += sum(b);
+    }
+}
+
+// One group's errors, read whole or tile by tile. Values are in units of group.unit.
+struct Errors {
+    const OptimalProblem& p;
+    Rounding rounding;
+    Power power{2.0f};
+    ErrorSums sums;
+    View weights;
+    int64_t g;
+    int threads;
+    float absmax;
+    Group whole;
+
+    Errors(const OptimalProblem& problem, int threads_)
+        : p(problem),
+          rounding(problem.format),
+          sums(error_sums_for(problem.format.is_int, problem.weights != nullptr, 2.0f)),
+          weights(weight_view(problem.values, problem.weights, problem.weight_stride)),
+          threads(threads_) {}
+
+    static constexpr int64_t LOOK_EVERY = 64;  // most codes are hopeless: find out soon
+
+    bool tiled() const { return p.values.group_size() > WHOLE_GROUP; }
+
+    void select(int64_t group) {
+        g = group;
+        absmax = std::max(-p.min_vals[g], p.max_vals[g]);
+        if (!tiled()) fill(whole, 0, p.values.group_size());
+    }
+
+    void fill(Group& into, int64_t begin, int64_t end) const {
+        into.fill(p.values, p.weights != nullptr ? &weights : nullptr, g, begin, end, absmax);
+    }
+
+    double unit() const {
+        return absmax > 0 && (absmax < 1e-20f || absmax > 1e20f)
+                   ? std::ldexp(1.0, -std::ilogb(absmax))
+                   : 1.0;
+    }
+
+    // Adds body(group, part) over all parts of the group; a part is three doubles.
+    template <class Body>
+    void each(double* total, const Body& body) {
+        if (!tiled()) return body(whole, total);
+        const int64_t size = p.values.group_size();
+        const int64_t tiles = (size + WHOLE_GROUP - 1) / WHOLE_GROUP;
+        std::vector<double> parts(3 * tiles, 0.0);
+        parallel_for(tiles, 8, threads, [&](int64_t first, int64_t last) {
+            Group part;
+            for (int64_t t = first; t < last; ++t) {
+                fill(part, t * WHOLE_GROUP, std::min(size, (t + 1) * WHOLE_GROUP));
+                body(part, parts.data() + 3 * t);
+            }
+        });
+        for (int64_t t = 0; t < tiles; ++t) {
+            for (int i = 0; i < 3; ++i) total[i] += parts[3 * t + i];
+        }
+    }
+
+    const float* w(const Group& group) const {
+        return p.weights != nullptr ? group.w.data() : nullptr;
+    }
+
+    double error(double scale, float zero_point, double limit) {
+        double total[3] = {};
+        const double square = scale * scale;
+        each(total, [&](const Group& group, double* out) {
+            out[0] += square * sums.one(group.x.data(), w(group), group.padded, rounding,
+                                        float(1 / scale), zero_point, power, limit / square,
+                                        LOOK_EVERY);
+        });
+        return total[0];
+    }
+
+    void clip(double scale, float zero_point, double* below, double* above) {
+        double total[3] = {};
+        const double a = (rounding.qmin - zero_point) * scale, b = (rounding.qmax - zero_point) * scale;
+        const float low = float(std::min(a, b)), high = float(std::max(a, b));
+        each(total, [&](const Group& group, double* out) {
+            if (p.weights != nullptr) {
+                clip_sums<true>(group.x.data(), w(group), group.padded, low, high, out, out + 1);
+            } else {
+                clip_sums<false>(group.x.data(), nullptr, group.padded, low, high, out, out + 1);
+            }
+        });
+        *below = total[0];
+        *above = total[1];
+    }
+
+    double fit(double scale, float zero_point) {
+        double total[3] = {};
+        each(total, [&](const Group& group, double* out) {
+            fit_sums(group.x.data(), w(group), group.padded, rounding, float(1 / scale), zero_point,
+                     out, out + 1);
+        });
+        return total[1] > 0 ? total[0] / total[1] : scale;
+    }
+
+    // Range of the values that weigh anything.
+    void range(float* low, float* high) {
+        *low = std::min(p.min_vals[g], 0.0f) * unit();
+        *high = std::max(p.max_vals[g], 0.0f) * unit();
+        if (p.weights == nullptr || tiled()) return;
+        *low = *high = 0;
+        for (int64_t i = 0; i < whole.padded; ++i) {
+            if (whole.w[i] > 0) {
+                *low = std::min(*low, whole.x[i]);
+                *high = std::max(*high, whole.x[i]);
+            }
+        }
+    }
+};
