@@ -34,7 +34,6 @@ from steelyard.observers import (
     StaticMinMaxObserver,
 )
 from steelyard.observers.calibration import Calibration
-from steelyard.observers.joining import IN_ORDER
 
 WIDTH = 32
 ARGS = {
@@ -144,12 +143,7 @@ def synced(observer: Observer) -> dict[str, Any]:
         works = observer.sync_activation_stats()
     except (StatisticsError, RuntimeError) as error:
         return {"error": f"{type(error).__name__}: {error}"}
-    are_works = all(isinstance(work, dist.Work) for work in works)
-    for work in works:
-        work.wait()
-    done = all(work.is_completed() for work in works)
-    handles = {"count": len(works), "are_works": are_works, "done": done}
-    return {"before": before, "handles": handles, **state(observer)}
+    return {"before": before, "handles": works, **state(observer)}
 
 
 def run_cases(rank: int, world: int) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -333,15 +327,11 @@ def test_expert_that_one_rank_saw_is_calibrated_on_all(ranks: Any) -> None:
 
 
 @pytest.mark.parametrize("name", MERGING)
-def test_handles_are_works_that_can_be_waited_for(name: str, ranks: Any) -> None:
-    world = len(ranks)
-    operations = Observer.get_value_from_registry(name)._act_sync_dict.values()
-    statistics = sum(operation != IN_ORDER for operation in operations)  # which need no handle
+def test_nothing_is_left_to_wait_for(name: str, ranks: Any) -> None:
     for strategy in ARGS:
-        for counts in COUNTS[world]:
-            expected = {"count": statistics if any(counts) else 0, "are_works": True, "done": True}
+        for counts in COUNTS[len(ranks)]:
             for rank in ranks:
-                assert rank[f"{name} {strategy} {counts}"]["handles"] == expected
+                assert rank[f"{name} {strategy} {counts}"]["handles"] == []
 
 
 @pytest.mark.parametrize("strategy", list(ARGS))
@@ -350,7 +340,7 @@ def test_observer_without_memory_stays_as_it_was(name: str, strategy: str, ranks
     for counts in COUNTS[len(ranks)]:
         for number, rank in enumerate(ranks):
             record = rank[f"{name} {strategy} {counts}"]
-            assert record["handles"]["count"] == 0
+            assert record["handles"] == []
             assert_same(record, record["before"], rtol=0, atol=0)
             values = [batch(number, i) for i in range(counts[number])]
             assert_same(record, state(feed(build(name, strategy), values)), rtol=0, atol=0)
@@ -400,7 +390,6 @@ def test_declared_average_is_weighed_by_observations(ranks: Any) -> None:
                 if values:
                     mean = torch.stack([value.mean() for value in values]).mean().reshape(1)
                     assert_close(record["statistics"]["mean"], mean)
-                    assert record["handles"] == {"count": 1, "are_works": True, "done": True}
 
 
 def test_importance_of_all_ranks_drops_the_range_found_without_it(ranks: Any) -> None:

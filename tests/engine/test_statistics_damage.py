@@ -20,7 +20,7 @@ from steelyard.engine.statistics import merge_statistics
 from steelyard.errors import StatisticsError
 from steelyard.modifiers import IMatrixGatherer, QuantizationModifier
 from steelyard.observers import Observer
-from steelyard.observers.joining import load, save
+from steelyard.observers.observer_state import load, save
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

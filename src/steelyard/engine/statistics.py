@@ -30,7 +30,7 @@ from steelyard.model.source import Source
 from steelyard.modifiers import GPTQModifier
 from steelyard.observers import Observer
 from steelyard.observers.calibration import Calibration
-from steelyard.observers.joining import restore
+from steelyard.observers.observer_state import restore
 from steelyard.observers.statistics_checks import check_statistics
 from steelyard.recipes import Recipe
 

@@ -1,8 +1,7 @@
 """The statistics of a whole run in one file, and files of several runs joined.
 
 A file holds what every observer had seen of the data, and what is needed to build such an observer
-again: its name and its arguments. Joining builds one, lets it take over what the first file holds,
-then what the second does, as ranks do (`observers.statistics`). The file also says what it is of:
+again: its name and its arguments. Files join as ranks do (`observers.combine`). The file also names
 the model, its weights, the recipe, and each run with its data.
 """
 
@@ -24,7 +23,8 @@ from safetensors.torch import save
 from steelyard.engine.statistics_content import StatisticsContent
 from steelyard.errors import StatisticsError
 from steelyard.observers import Observer
-from steelyard.observers.joining import State, restore, state_of
+from steelyard.observers.combine import State, combine
+from steelyard.observers.observer_state import check_state, state_of
 from steelyard.whole_file import FileKind, safetensors_metadata
 
 __all__ = ["STATISTICS", "Key", "Observed", "Statistics", "fingerprint"]
@@ -210,17 +210,9 @@ class Statistics:
 def _join(key: Key, parts: Sequence[tuple[str, Observed]]) -> Observed:
     first = parts[0][1]
     total = first.build(key)
-    seen = [(name, part) for name, part in parts if part.state[1]]
-    if not total._act_sync_dict:  # one that knows only its last observation
-        name, last = seen[-1] if seen else parts[-1]
-        restore(total, last.state, name)
-        total.num_updates = sum(int(part.state[0]["updates"]) for _, part in parts)
-        total.num_observed_tokens = sum(int(part.state[0]["tokens"]) for _, part in parts)
-    else:
-        for name, part in parts:
-            other = first.build(key)
-            restore(other, part.state, name)
-            total.merge(other)
+    for name, part in parts:
+        check_state(total, part.state, name)
+    combine(total, [part.state for _, part in parts])
     return Observed(first.name, first.args, state_of(total))
 
 

@@ -9,20 +9,15 @@ generation of the interface, `calculate_qparams`.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
-from typing import Any, ClassVar, TypedDict, TypeVar, overload
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from compressed_tensors import InternalModule
 from compressed_tensors.quantization import QuantizationArgs
-from torch import distributed as dist
 
-from steelyard.errors import FusionError, NonFiniteError, NoStatisticsError, StrategyError
-from steelyard.fusion import shared_parameter
-from steelyard.kernels.qparams import global_scale_of, qparams_from_range, scale_dtype_of
+from steelyard.errors import NonFiniteError, StrategyError
 from steelyard.kernels.range import range_of
-from steelyard.observers import joining as statistics
 from steelyard.observers.first_generation import FirstGeneration, construct
 from steelyard.observers.helpers import (
     check_strategy,
@@ -30,8 +25,10 @@ from steelyard.observers.helpers import (
     group_order,
     view_blocks,
 )
-from steelyard.observers.linked import disagreement
+from steelyard.observers.linked import fuse
+from steelyard.observers.mergeable import MergeableStatistics
 from steelyard.observers.observer_options import ObserverOptions, parse_options
+from steelyard.observers.parameters import ComputesQParams, QParamsDict
 from steelyard.observers.type_checks import as_floats, check_type, describe_non_finite
 from steelyard.registry import Registry
 
@@ -52,15 +49,12 @@ def reads_blocks(method: Method) -> Method:
     return method
 
 
-class QParamsDict(TypedDict):
-    """What `get_qparams` returns."""
-
-    scale: torch.Tensor
-    zero_point: torch.Tensor
-    global_scale: torch.Tensor | None
-
-
-class Observer(FirstGeneration, InternalModule):  # type: ignore[misc]  # which is untyped
+class Observer(
+    FirstGeneration,
+    ComputesQParams,
+    MergeableStatistics,
+    InternalModule,  # type: ignore[misc]  # which is untyped
+):
     """Base of all observers.
 
     base_name: weight | input | output | q | k | v
@@ -76,12 +70,6 @@ class Observer(FirstGeneration, InternalModule):  # type: ignore[misc]  # which 
 
     Options: ClassVar[type[ObserverOptions] | None] = None
     """The options this observer declares; None leaves `observer_kwargs` unchecked."""
-
-    _act_sync_dict: ClassVar[dict[str, Any]] = {}
-    """Statistic -> the operation that merges it; empty for an observer without memory."""
-
-    _statistics: ClassVar[tuple[str, ...]] = ("min_vals", "max_vals")
-    """Statistics that exist once something was observed."""
 
     min_vals: torch.Tensor
     max_vals: torch.Tensor
@@ -231,141 +219,13 @@ class Observer(FirstGeneration, InternalModule):  # type: ignore[misc]  # which 
         """Return how many trailing dimensions a group has: 2 for blocks that were not flattened."""
         return 2 if self.args.strategy == "block" and observed.ndim == 5 else 1
 
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        """Yield scale and zero point, so that `scale, zero_point = observer(x)` unpacks."""
-        qparams = self.get_qparams()
-        yield qparams["scale"]
-        yield qparams["zero_point"]
-
-    # -- computing --------------------------------------------------------------------------
-
-    @overload
-    def get_qparams(self) -> QParamsDict: ...
-
-    @overload
-    def get_qparams(
-        self, observed: torch.Tensor, g_idx: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-    @torch.no_grad()
-    def get_qparams(
-        self, observed: torch.Tensor | None = None, g_idx: torch.Tensor | None = None
-    ) -> QParamsDict | tuple[torch.Tensor, torch.Tensor]:
-        """Compute the parameters from the statistics; repeatable, changes nothing.
-
-        Where fused observers share a scale, all of them must have observed something.
-
-        observed: as in the first generation, observe this first, and return scale and zero point
-        """
-        if observed is not None:
-            scale, zero_point = self(observed, g_idx)
-            return scale, zero_point
-        shares = self._shares_scale or self.args.strategy == "tensor_group"
-        for observer in (self, *(self._fused_observers if shares else ())):
-            observer._require_statistics(asked_by=self)
-        global_scale = self.get_global_scale()
-        scale, zero_point = self.compute_qparams(global_scale)
-        if self._shares_scale:
-            for other in self._fused_observers:
-                theirs, _ = other.compute_qparams(global_scale)
-                scale = torch.maximum(scale, theirs.to(scale))
-        return {"scale": scale, "zero_point": zero_point, "global_scale": global_scale}
-
-    def compute_qparams(
-        self, global_scale: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return scale and zero point, given the global scale that will be stored with them."""
-        if self.calculates:
-            return self.calculated(global_scale)
-        min_vals, max_vals = self.chosen_range(global_scale)
-        return qparams_from_range(min_vals, max_vals, self.args, self.scale_dtype, global_scale)
-
-    def chosen_range(self, global_scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the range to store, given the global scale that will be stored with it."""
-        return self.min_vals, self.max_vals
-
-    def get_global_scale(self) -> torch.Tensor | None:
-        """Return the divisor shared by all fused observers, (1,); None unless `tensor_group`."""
-        if self.args.strategy != "tensor_group":
-            return None
-        absmax = self.global_absmax()
-        for other in self._fused_observers:
-            absmax = torch.maximum(absmax, other.global_absmax().to(absmax.device))
-        return global_scale_of(absmax)
-
-    def global_absmax(self) -> torch.Tensor:
-        """Return the largest magnitude that the global scale must reach, a scalar."""
-        if self.calculates:
-            return self.absmax
-        return torch.maximum(-self.min_vals.amin(), self.max_vals.amax()).clamp(min=0)
-
-    @property
-    def scale_dtype(self) -> torch.dtype:
-        """The type in which scales are stored, and for which they are chosen."""
-        return scale_dtype_of(self.args, self.observed_dtype or self.min_vals.dtype)
-
     # -- statistics -------------------------------------------------------------------------
 
-    @property
-    def has_statistics(self) -> bool:
-        return all(getattr(self, name, None) is not None for name in self._statistics)
-
-    def statistic_names(self) -> list[str]:
-        return list(dict.fromkeys((*self._statistics, *self._act_sync_dict)))
-
-    def get_statistics(self) -> dict[str, torch.Tensor]:
-        """Return the statistics that exist by now."""
-        values = {name: getattr(self, name, None) for name in self.statistic_names()}
-        return {name: value for name, value in values.items() if value is not None}
-
     def reset(self) -> None:
-        """Forget everything observed; options and fusion stay."""
-        for name in self.statistic_names():
-            if name in self.__dict__:
-                delattr(self, name)
-        self.observed_dtype, self.observed_shape = None, None
-        self.num_observed_tokens = 0
-        self.num_updates = 0
+        super().reset()
         self._column_order = None
         self._weight_kept = None
         self.__dict__.pop("_twins", None)
-
-    def merge(self: Self, other: Observer) -> Self:
-        """Become as if this observer had gone on to observe what `other` observed."""
-        statistics.merge(self, other)
-        return self
-
-    def contribution(self, counts: list[int], position: int) -> dict[str, torch.Tensor]:
-        """Return the statistics as they enter a merge.
-
-        counts:   how many observations each party has, in the order of observation
-        position: which party this is
-        """
-        share = counts[position] / max(sum(counts), 1)
-        return {
-            name: value * share if self._act_sync_dict[name] == dist.ReduceOp.AVG else value
-            for name, value in self.get_statistics().items()
-            if name in self._act_sync_dict
-        }
-
-    def joined(self, values: dict[str, torch.Tensor]) -> None:
-        """Take over statistics that came together in order; see `statistics.IN_ORDER`.
-
-        values: (num_observations, ...) each, of all parties
-        """
-        for name, value in values.items():
-            setattr(self, name, value)
-
-    def sync_activation_stats(self) -> list[dist.Work]:
-        """Reduce the statistics over all ranks; wait for the handles before using them."""
-        return statistics.sync(self)
-
-    def save_statistics(self, path: str | Path) -> None:
-        statistics.save(self, path)
-
-    def load_statistics(self: Self, path: str | Path) -> Self:
-        statistics.load(self, path)
-        return self
 
     # -- lifecycle --------------------------------------------------------------------------
 
@@ -378,18 +238,7 @@ class Observer(FirstGeneration, InternalModule):  # type: ignore[misc]  # which 
     @staticmethod
     def fuse(observers: Iterable[Observer]) -> None:
         """Link observers of layers that the server fuses, so that they share what it shares."""
-        linked = list(observers)
-        for other in linked[1:]:
-            differing = disagreement(linked[0].args, other.args)
-            if differing:
-                raise FusionError(
-                    f"{linked[0].label} and {other.label} are fused by the server but quantized "
-                    f"differently: {differing}; give them one scheme, or ignore them all"
-                )
-        # whoever was fused with one of them is fused with all of them
-        group = {o for member in linked for o in (member, *member._fused_observers)}
-        for observer in group:
-            observer._fused_observers = group - {observer}
+        fuse(observers)
 
     # -- names and checks -------------------------------------------------------------------
 
@@ -398,24 +247,6 @@ class Observer(FirstGeneration, InternalModule):  # type: ignore[misc]  # which 
         """What is observed, for messages."""
         where = f" of {self.module_name}" if self.module_name else ""
         return f"{self.base_name}{where} ({type(self).__name__})"
-
-    @property
-    def _shares_scale(self) -> bool:
-        """A per-tensor FP8 weight has one scale for the fused matrix."""
-        return shared_parameter(self.args, self.base_name) == "weight_scale"
-
-    def _require_statistics(self, asked_by: Observer) -> None:
-        if self.has_statistics:
-            return
-        if self is asked_by:
-            raise NoStatisticsError(
-                f"No statistics available for {self.label}: call observer(value) first, "
-                "with a value that is not empty"
-            )
-        raise NoStatisticsError(
-            f"No statistics available for {self.label}, which is fused with {asked_by.label}: "
-            "observe all of them before asking any for parameters"
-        )
 
     def _check_shape(self, flat: torch.Tensor) -> None:
         """An observer with memory must go on observing the same thing."""

@@ -18,6 +18,7 @@ from steelyard.errors import ImportanceError, ImportanceUnsupported, ImportanceW
 from steelyard.kernels.exact_sum import add_exactly, carried, empty_bins, total
 from steelyard.kernels.squares import sum_of_squares
 from steelyard.observers.base import Observer
+from steelyard.observers.combine import EXACT_SUM
 from steelyard.observers.helpers import flatten_for_calibration
 from steelyard.observers.padding import real_tokens
 
@@ -37,7 +38,7 @@ class ImportanceObserver(Observer):
     _act_sync_dict: ClassVar = {
         "_imatrix_sum": dist.ReduceOp.SUM,
         "_imatrix_count": dist.ReduceOp.SUM,
-        "_imatrix_bins": dist.ReduceOp.SUM,
+        "_imatrix_bins": EXACT_SUM,
     }
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -245,24 +246,12 @@ class ImportanceObserver(Observer):
             del statistics["_imatrix_count"]
         return statistics
 
-    def merge(self, other: Observer) -> ImportanceObserver:
-        """Add the other's importance; a range found without it is dropped, so observe again."""
-        super().merge(other)
-        self._uncarried = 1
-        self._drop_range()
-        return self
+    def recomputed_statistics(self) -> tuple[str, ...]:
+        return self._statistics  # found with the importance, so a weight has to be observed again
 
-    def sync_activation_stats(self) -> list[dist.Work]:
-        """Add the importance of all ranks; a range found without it is dropped."""
-        works = super().sync_activation_stats()
-        if works:
-            self._uncarried = 1  # settled when it is used, which is after the works have ended
-            self._drop_range()
-        return works
-
-    def _drop_range(self) -> None:
-        for name in self._statistics:
-            self.__dict__.pop(name, None)
+    def combined(self, values: dict[str, torch.Tensor], parts: int) -> None:
+        super().combined(values, parts)
+        self._uncarried = int(parts > 1)  # then the sum follows from the bins, when it is used
 
     def reset(self) -> None:
         super().reset()

@@ -24,9 +24,10 @@ from torch.utils.hooks import RemovableHandle
 from steelyard.distributed import Ranks
 from steelyard.kernels.squares import sum_of_squares
 from steelyard.observers import Observer, fuse_weight_observers
-from steelyard.observers import joining as statistics
+from steelyard.observers.combine import combine
 from steelyard.observers.hooks import calibrate_input_hook, register_hooks
 from steelyard.observers.importance_base import ImportanceObserver
+from steelyard.observers.observer_state import check_state, state_of
 from steelyard.observers.padding import real_tokens
 from steelyard.observers.steps import (
     ACTIVATIONS,
@@ -141,9 +142,11 @@ class Calibration:
         if ranks.count == 1:
             return
         observers = [observer for _, _, observer in self.observers()]
-        known = ranks.gather([statistics.state_of(observer) for observer in observers])
-        for observer, *states in zip(observers, *known, strict=True):
-            statistics.join(observer, states)
+        gathered = ranks.gather([state_of(observer) for observer in observers])
+        for observer, *states in zip(observers, *gathered, strict=True):
+            for rank, state in enumerate(states):
+                check_state(observer, state, f"rank {rank}", "there")
+            combine(observer, states)
 
     def finish(self, weights: Collection[str] | None = None) -> None:
         """Compute every parameter; activations that were not seen keep none.

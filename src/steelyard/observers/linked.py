@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from steelyard.errors import FusionError
@@ -11,7 +12,9 @@ if TYPE_CHECKING:
     import torch
     from compressed_tensors.quantization import QuantizationArgs
 
-__all__ = ["disagreement", "fuse_weight_observers"]
+    from steelyard.observers.base import Observer
+
+__all__ = ["disagreement", "fuse", "fuse_weight_observers"]
 
 _FORMAT_FIELDS = (
     "num_bits",
@@ -45,6 +48,22 @@ def fuse_weight_observers(model: torch.nn.Module) -> None:
         for name, observer in observers.items():
             observer.module_name = observer.module_name or name
         Observer.fuse(observers.values())
+
+
+def fuse(observers: Iterable[Observer]) -> None:
+    """Link observers of layers that the server fuses; refuse layers that are stored differently."""
+    linked = list(observers)
+    for other in linked[1:]:
+        differing = disagreement(linked[0].args, other.args)
+        if differing:
+            raise FusionError(
+                f"{linked[0].label} and {other.label} are fused by the server but quantized "
+                f"differently: {differing}; give them one scheme, or ignore them all"
+            )
+    # whoever was fused with one of them is fused with all of them
+    group = {o for member in linked for o in (member, *member._fused_observers)}
+    for observer in group:
+        observer._fused_observers = group - {observer}
 
 
 def disagreement(first: QuantizationArgs, second: QuantizationArgs) -> str | None:

@@ -14,7 +14,7 @@ import torch
 from pydantic import Field
 
 from steelyard.observers.base import Observer
-from steelyard.observers.joining import IN_ORDER
+from steelyard.observers.combine import IN_ORDER
 from steelyard.observers.observer_options import ObserverOptions
 
 __all__ = ["MovingAverageObserver", "MovingAverageOptions"]
@@ -61,12 +61,17 @@ class MovingAverageObserver(Observer):
         kept = {f"{name}_history": torch.stack(v) for name, v in self._seen.items() if v}
         return {**super().get_statistics(), **kept}
 
-    def joined(self, values: dict[str, torch.Tensor]) -> None:
-        """Average all that was observed, here and elsewhere, from the start."""
+    def recomputed_statistics(self) -> tuple[str, ...]:
+        return self._averaged
+
+    def combined(self, values: dict[str, torch.Tensor], parts: int) -> None:
+        """Average all observations again, from the first."""
+        devices = {name: getattr(self, name).device for name in self._averaged if self._seen[name]}
+        super().combined({k: v for k, v in values.items() if not k.endswith("_history")}, parts)
         for name in self._averaged:
             self._seen[name] = []
             for value in values.get(f"{name}_history", ()):
-                self.average(**{name: value})
+                self.average(**{name: value.to(devices.get(name, value.device))})
 
     def reset(self) -> None:
         super().reset()

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from steelyard.kernels.grid_search import search_range, shrink_factors
 from steelyard.kernels.qparams import scale_dtype_of
 from steelyard.observers.base import Observer, reads_blocks
-from steelyard.observers.joining import IN_ORDER
+from steelyard.observers.combine import IN_ORDER
 from steelyard.observers.moving_average import MovingAverageObserver, MovingAverageOptions
 from steelyard.observers.observer_options import ObserverOptions
 from steelyard.observers.search import KeepsWeight, SearchObserver

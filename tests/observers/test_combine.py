@@ -1,4 +1,4 @@
-"""Statistics travel: what may be merged, what a file holds, and what is refused."""
+"""Joining statistics: what may be merged, what a file holds, and what is refused."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ from steelyard.observers import (
     Observer,
     StaticMinMaxObserver,
 )
+from steelyard.observers.combine import combine
+from steelyard.observers.observer_state import state_of
 
 INT8 = QuantizationArgs(num_bits=8, strategy="tensor")
 INT4_GROUP = QuantizationArgs(num_bits=4, strategy="group", group_size=4)
@@ -147,6 +149,60 @@ def test_statistics_gathered_in_inference_mode_can_be_merged(cls: type[Observer]
         second(values[1])
     whole = observe(cls("input", INT8), *values)
     assert_close(first.merge(second).get_statistics(), whole.get_statistics())
+
+
+class Calculating(Observer):
+    """A user's observer of the first generation."""
+
+    def calculate_qparams(
+        self,
+        observed: Any,
+        reduce_dims: Any = None,
+        tensor_id: Any = None,
+        global_scale: Any = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return observed.abs().amax().reshape(1) / 127, torch.zeros(1, dtype=torch.int8)
+
+
+def test_statistics_that_are_not_declared_are_those_of_the_last_observation() -> None:
+    values = [torch.tensor([[-1.0, 1.0]]), torch.tensor([[-3.0, 2.0]])]
+    first, second = (Averaging("input", INT8)(value) for value in values)
+    merged = first.merge(second).merge(Averaging("input", INT8))
+    whole = observe(Averaging("input", INT8), *values)
+    assert_close(merged.get_statistics(), whole.get_statistics())
+
+
+def test_an_observer_that_only_calculates_joins_with_none_that_observed() -> None:
+    observed = Calculating("input", INT8)(torch.tensor([[127.0]]))
+    states = [state_of(observed), state_of(Calculating("input", INT8))]
+    alone = Calculating("input", INT8)
+    combine(alone, states)
+    assert_close(alone.get_qparams(), observed.get_qparams(), rtol=0, atol=0)
+    with pytest.raises(StatisticsError, match=r"defines only calculate_qparams.* cannot be joined"):
+        combine(alone, [states[0], states[0]])
+
+
+@pytest.mark.parametrize("name", Observer.registered_names())
+def test_merging_files_and_ranks_give_one_answer(name: str) -> None:
+    cls = Observer.get_value_from_registry(name)
+    if not cls._act_sync_dict:
+        pytest.skip("keeps only its last observation")
+    gathers = "_imatrix_sum" in cls._act_sync_dict
+    args = INT4_GROUP if gathers else INT8
+    parts = [cls("weight" if gathers else "input", args) for _ in range(3)]
+    for number, part in enumerate(parts):
+        x = torch.randn(5, 8, generator=torch.Generator().manual_seed(number)) * 10**number
+        if gathers:
+            linear = torch.nn.Linear(8, 4)
+            part.attach(linear)
+            linear(x)
+        else:
+            part(x)
+    at_once = cls(parts[0].base_name, args)
+    combine(at_once, [state_of(part) for part in parts])
+    in_steps = parts[0].merge(parts[1]).merge(parts[2])
+    assert_close(at_once.get_statistics(), in_steps.get_statistics(), rtol=0, atol=0)
+    assert at_once.num_updates == in_steps.num_updates
 
 
 # -- a file -------------------------------------------------------------------------------------
