@@ -125,7 +125,7 @@ def test_one_tensor_of_a_layer(tmp_path: Path) -> None:
 
 
 def test_one_tensor_that_no_layer_has_is_a_warning(tmp_path: Path) -> None:
-    """The class starts it anew, which may be meant: a base model without its head."""
+    """The class initializes it randomly, which may be meant: a base model without its head."""
     saved(tmp_path / "m", **{"lm_head.weight": None})
     plan = oneshot(tmp_path / "m", FREE, None, dry_run=True).plan
     assert any("do not hold lm_head.weight" in w for w in plan.warnings)

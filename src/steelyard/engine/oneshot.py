@@ -38,7 +38,7 @@ from steelyard.engine.stream import budget_of, jobs_of, restack
 from steelyard.errors import CalibrationWarning, DataError, PlanError, nearest
 from steelyard.model.applied_schemes import apply_schemes
 from steelyard.model.class_loading import ONLY_TRANSFORMERS
-from steelyard.model.completeness import incomplete, started_anew
+from steelyard.model.completeness import missing_parts, random_parameters
 from steelyard.model.restoring import restored_on_error
 from steelyard.model.source import Source
 from steelyard.modifiers import GPTQModifier
@@ -138,9 +138,9 @@ def oneshot(
     plan.errors += _taken_names(plan, source)
     if loaded.needs_data and statistics is None:
         plan.errors += unrunnable(source, pipeline)
-    plan.errors += incomplete(source)
+    plan.errors += missing_parts(source)
     if not plan.errors:
-        plan.warnings += started_anew(source)
+        plan.warnings += random_parameters(source)
         alone = source.config().get("model_type") in ONLY_TRANSFORMERS
         (plan.errors if alone else plan.warnings).extend(planned_loading(source, config, plan))
     _note_unknown(plan, source)

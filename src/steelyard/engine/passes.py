@@ -19,8 +19,8 @@ from steelyard.distributed import ThreadPool
 from steelyard.engine.decisions import Decisions
 from steelyard.engine.stages import BESIDE, Staged, at_once, find_stages, holding_budget
 from steelyard.fusion import fused_groups
+from steelyard.model.early_stop import StopAfter
 from steelyard.model.source import computing_in, rounded_once
-from steelyard.model.until import Until
 from steelyard.observers.calibration import Calibration
 from steelyard.observers.lifecycle import with_schemes
 
@@ -221,7 +221,7 @@ class Passes:
         inputs = all(base in ("weight", "input") for _, base, _ in calibration.observers())
         if not inputs or not calibration.modules:
             return contextlib.nullcontext()
-        return Until(layer, calibration.modules.values())
+        return StopAfter(layer, calibration.modules.values())
 
 
 def _scheme(module: Any) -> Any:

@@ -41,7 +41,7 @@ from steelyard.model.blocks import (
     load_hidden,
     save_hidden,
 )
-from steelyard.model.own_forward import WITHOUT_DATA, own_forward
+from steelyard.model.forward_errors import WITHOUT_DATA, forward_errors
 from steelyard.model.source import Source, computing_in, fast_dtype
 from steelyard.observers.lifecycle import with_schemes
 from steelyard.words import count
@@ -180,7 +180,7 @@ class Run:
             def run() -> None:
                 model = self.source.model
                 for input_ids in self.passes.in_lanes(mine):
-                    with own_forward(model, "a run as a whole", WITHOUT_DATA):
+                    with forward_errors(model, "a run as a whole", WITHOUT_DATA):
                         model(input_ids=input_ids, use_cache=False)
                     advance()
 

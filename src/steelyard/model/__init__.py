@@ -1,1 +1,1 @@
-"""The model to quantize: its files, its class, its blocks, and the names in each."""
+"""The model to quantize: its files, its class, its decoder layers, and the names in each."""

@@ -1,4 +1,4 @@
-"""A configuration on a model: each module that it names gets its scheme."""
+"""Applies a quantization config to the modules of a model."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ __all__ = ["apply_schemes"]
 
 
 def apply_schemes(model: Module, config: QuantizationConfig) -> None:
-    """Put schemes and empty parameters on the modules, without a progress bar."""
+    """Attach schemes and empty quantization parameters to modules, without a progress bar."""
     quiet = "show_progress" in inspect.signature(apply_quantization_config).parameters
     apply_quantization_config(model, config, **({"show_progress": False} if quiet else {}))

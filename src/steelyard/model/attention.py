@@ -1,4 +1,4 @@
-"""Attention modules: which can be quantized, and the cache scheme that follows from theirs."""
+"""Attention modules: which can be quantized, and the KV cache scheme that they imply."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def attention_group(
 ) -> str | None:
     """Return the config group that quantizes the states of an attention module.
 
-    Only a target that matches the module alone does, not one for all that is in it or around it.
+    The target must match that module itself, not its parents or children.
     """
     groups = {t: group for group, s in config.config_groups.items() for t in s.targets}
     if not groups or is_match(name, module, config.ignore):
@@ -38,10 +38,10 @@ def attention_group(
 
 
 def implied_cache_scheme(model: Any, config: QuantizationConfig) -> QuantizationArgs | None:
-    """Return the config's `kv_cache_scheme`, or else that of the attention's states.
+    """Return the config's `kv_cache_scheme`, or the scheme that all attention modules share.
 
-    A server reads the scheme of its cache from there alone. It holds for every attention module, so
-    there is none where only some are quantized, or not all alike: the others have no scales.
+    A server reads its cache scheme from `kv_cache_scheme` alone and applies it to every attention
+    module. Return None if some modules have no scheme, or a different one: they have no scales.
     """
     if config.kv_cache_scheme is not None:
         return config.kv_cache_scheme

@@ -1,12 +1,12 @@
-"""Layer by layer: a model's decoder layers run one after another over cached hidden states.
+"""Runs a model's decoder layers one at a time over cached hidden states.
 
-The model's own forward is asked once per batch what it would call each layer with. It runs with
-every layer standing aside: a layer notes its arguments (mask, position embeddings, whatever the
-class passes) and hands the hidden state on. After that layer i is called with those arguments and
-the true hidden states, so only one layer's weights need to be in memory.
+The model's own forward runs once per batch with every layer replaced by a stub, which records the
+arguments (mask, position embeddings, whatever the class passes) and returns the hidden state
+unchanged. Layer i then runs with the recorded arguments and the real hidden states, so only one
+layer's weights need to be in memory.
 
-A model whose forward changes the hidden state between layers, or hands on more than that from one
-layer to the next, cannot be taken apart like that, and is refused.
+A model is refused if its forward changes the hidden state between layers, or passes anything else
+from one layer to the next.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch.nn import Module, ModuleList
 
 from steelyard.checkpoint.tensor_file import save_tensors
 from steelyard.errors import CheckpointError, PipelineError
-from steelyard.model.own_forward import WITHOUT_DATA, own_forward
-from steelyard.model.until import Enough
+from steelyard.model.early_stop import StopForward
+from steelyard.model.forward_errors import WITHOUT_DATA, forward_errors
 from steelyard.whole_file import sync
 
 __all__ = ["LayerSequence", "decoder_layers", "load_hidden", "save_hidden"]
@@ -34,7 +34,7 @@ _AS_A_WHOLE = 'pipeline="basic" runs the model as a whole'
 
 @dataclass
 class Call:
-    """What the model passes to one layer besides the hidden state."""
+    """Arguments of one layer, besides the hidden state."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -42,7 +42,7 @@ class Call:
 
 @dataclass
 class Batch:
-    """One batch on its way through the layers."""
+    """One batch: its token ids, current hidden state and recorded layer calls."""
 
     input_ids: torch.Tensor
     hidden: torch.Tensor
@@ -50,11 +50,11 @@ class Batch:
 
 
 class _Withheld:
-    """Stands for a tensor that a layer returns beside the hidden state."""
+    """Placeholder for a tensor that a layer returns after the hidden state."""
 
 
 def decoder_layers(model: Any) -> tuple[str, ModuleList]:
-    """Return the list of layers that make up the model's depth, and its name."""
+    """Return the name of the list of decoder layers, and the list."""
     classes = set(getattr(model, "_no_split_modules", None) or ())
     config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else None
     depth = getattr(config, "num_hidden_layers", None)
@@ -65,14 +65,14 @@ def decoder_layers(model: Any) -> tuple[str, ModuleList]:
     deep = [(n, m) for n, m in known or lists if depth is None or len(m) == depth]
     if len(deep) != 1:
         raise PipelineError(
-            f"{type(model).__name__} has {len(deep)} lists of {depth} layers, so it is not clear "
-            f"what runs one after another; {_AS_A_WHOLE}"
+            f"{type(model).__name__} has {len(deep)} lists of {depth} layers, so its decoder "
+            f"layers cannot be identified; {_AS_A_WHOLE}"
         )
     return deep[0]
 
 
 def _text_model(model: Any) -> Module:
-    """Return the part that decodes text; the model itself where that cannot be told."""
+    """Return the text decoder; the whole model if it does not name one."""
     found: Module | None = model.get_decoder() if hasattr(model, "get_decoder") else None
     if isinstance(found, Module) and any(isinstance(m, ModuleList) for m in found.modules()):
         return found
@@ -81,29 +81,29 @@ def _text_model(model: Any) -> Module:
 
 
 class LayerSequence:
-    """The layers of a model, run one at a time over all batches."""
+    """Runs the layers of a model one at a time over all batches."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
         self.name, self.layers = decoder_layers(model)
         self._shared: list[torch.Tensor] = []
-        self._beside: tuple[Any, ...] | None = None  # what layers return after the hidden state
+        self._extra: tuple[Any, ...] | None = None  # what layers return after the hidden state
 
     @torch.no_grad()
     def start(self, batches: list[torch.Tensor], advance: Callable[[], None]) -> list[Batch]:
-        """Embed every batch and learn what each layer will be called with.
+        """Embed every batch and record the arguments of each layer.
 
-        The parameters outside the layers must be in memory, and those of the first layer.
+        The parameters outside the layers and those of the first layer must be in memory.
         """
         started: list[Batch] = []
-        if not batches:  # as on a rank that got none
+        if not batches:  # a rank without batches
             return started
-        self._look_at_outputs(batches[0][:, :1])
+        self._inspect_outputs(batches[0][:, :1])
         for input_ids in batches:
             batch = Batch(input_ids, torch.empty(0))
             previous: list[torch.Tensor] = []
 
-            def stand_aside(
+            def record(
                 index: int,
                 *args: Any,
                 batch: Batch = batch,
@@ -122,13 +122,13 @@ class LayerSequence:
                 previous[:] = [hidden]
                 batch.calls.append(Call(self._share(args), self._share(kwargs)))
                 if index == len(self.layers) - 1:
-                    raise Enough
+                    raise StopForward
                 return self._output(hidden)
 
             with (
-                own_forward(self.model, f"what is around {self.name}", _AS_A_WHOLE),
-                self._replaced(stand_aside),
-                contextlib.suppress(Enough),
+                forward_errors(self.model, f"the modules around {self.name}", _AS_A_WHOLE),
+                self._replaced(record),
+                contextlib.suppress(StopForward),
             ):
                 self.model(input_ids=input_ids, use_cache=False)
             if len(batch.calls) != len(self.layers):
@@ -141,12 +141,12 @@ class LayerSequence:
 
     @torch.no_grad()
     def run(self, index: int, batch: Batch) -> torch.Tensor:
-        """Return what layer `index` makes of a batch; its weights must be in memory."""
+        """Return the output of layer `index` for a batch; its weights must be in memory."""
         call = batch.calls[index]
         output: Any = batch.hidden
         with (
-            own_forward(self.model, f"{self.name}.{index}", _AS_A_WHOLE),
-            contextlib.suppress(Enough),  # of an `Until`, whose user asks for no output
+            forward_errors(self.model, f"{self.name}.{index}", _AS_A_WHOLE),
+            contextlib.suppress(StopForward),  # raised by `StopAfter`, whose caller needs no output
         ):
             output = self.layers[index](batch.hidden, *call.args, **call.kwargs)
         hidden: torch.Tensor = output[0] if isinstance(output, tuple) else output
@@ -154,32 +154,32 @@ class LayerSequence:
 
     @torch.no_grad()
     def finish(self, batch: Batch) -> Any:
-        """Run what comes after the layers; its parameters must be in memory."""
+        """Run the modules after the layers; their parameters must be in memory."""
 
-        def stand_aside(index: int, *args: Any, **kwargs: Any) -> Any:
+        def skip(index: int, *args: Any, **kwargs: Any) -> Any:
             hidden, _, _ = _split(args, kwargs)
             return self._output(batch.hidden if index == len(self.layers) - 1 else hidden)
 
         with (
-            own_forward(self.model, f"what comes after {self.name}", _AS_A_WHOLE),
-            self._replaced(stand_aside),
+            forward_errors(self.model, f"the modules after {self.name}", _AS_A_WHOLE),
+            self._replaced(skip),
         ):
             return self.model(input_ids=batch.input_ids, use_cache=False)
 
-    def _look_at_outputs(self, input_ids: torch.Tensor) -> None:
-        """Run the first layer on one token to see what layers return beside the hidden state."""
+    def _inspect_outputs(self, input_ids: torch.Tensor) -> None:
+        """Run the first layer on one token to find out what layers return besides hidden states."""
         found: list[Any] = []
 
-        def look(_module: Module, _args: Any, output: Any) -> None:
+        def inspect(_module: Module, _args: Any, output: Any) -> None:
             found.append(output)
-            raise Enough
+            raise StopForward
 
         versions = _versions(self.model)
-        handle = self.layers[0].register_forward_hook(look)
+        handle = self.layers[0].register_forward_hook(inspect)
         try:
             with (
-                own_forward(self.model, f"{self.name}.0", WITHOUT_DATA),
-                contextlib.suppress(Enough),
+                forward_errors(self.model, f"{self.name}.0", WITHOUT_DATA),
+                contextlib.suppress(StopForward),
             ):
                 self.model(input_ids=input_ids, use_cache=False)
         finally:
@@ -188,16 +188,16 @@ class LayerSequence:
             raise self._not_alone(f"does not call {self.name}.0 on token ids")
         if versions != _versions(self.model):
             raise PipelineError(
-                f"{type(self.model).__name__} changes its own weights when it runs, so they would "
-                f"not be those of the checkpoint; {WITHOUT_DATA}"
+                f"{type(self.model).__name__} changes its own weights when it runs, so they no "
+                f"longer match the checkpoint; {WITHOUT_DATA}"
             )
-        self._beside = None
+        self._extra = None
         if isinstance(found[0], tuple):
-            self._beside = tuple(_withheld(value) for value in found[0][1:])
+            self._extra = tuple(_withheld(value) for value in found[0][1:])
 
     def _output(self, hidden: torch.Tensor) -> Any:
-        """Return a hidden state in the form in which layers return it."""
-        return hidden if self._beside is None else (hidden, *self._beside)
+        """Return a hidden state in the structure that layers return."""
+        return hidden if self._extra is None else (hidden, *self._extra)
 
     def _not_alone(self, why: str) -> PipelineError:
         return PipelineError(
@@ -221,7 +221,7 @@ class LayerSequence:
                     layer.__dict__["forward"] = present
 
     def _share(self, value: Any) -> Any:
-        """Keep one copy of tensors that are equal for many batches, such as masks."""
+        """Keep one copy of tensors that are equal in many batches, such as masks."""
         if isinstance(value, torch.Tensor):
             for known in self._shared:
                 if known is value:
@@ -240,12 +240,12 @@ class LayerSequence:
 
 
 def _versions(model: Module) -> list[int]:
-    """Return how often each parameter was written to."""
+    """Return torch's write counter of each parameter."""
     return [0 if p.is_inference() else p._version for p in model.parameters()]
 
 
 def _withheld(value: Any) -> Any:
-    """Return a value without its tensors; anything that is done with those fails."""
+    """Replace the tensors in a value by placeholders, so that using one fails."""
     if isinstance(value, torch.Tensor):
         return _Withheld()
     if isinstance(value, (tuple, list)):
@@ -260,16 +260,16 @@ def _is_withheld(value: Any) -> bool:
 
 
 def save_hidden(batches: Mapping[int, Batch], path: Path) -> None:
-    """Write what flows into the next layer; it is on the disk when this returns.
+    """Write the hidden states of batches, and sync the file to disk.
 
-    batches: by their place among all batches of the run, of which this may be a part
+    batches: by index among all batches of the run
     """
     save_tensors({str(i): batch.hidden.contiguous() for i, batch in batches.items()}, path)
     sync(path)
 
 
 def load_hidden(batches: Mapping[int, Batch], paths: Iterable[Path]) -> None:
-    """Read it, from the files of all ranks that there were; refuse them if a batch is missing."""
+    """Read hidden states from the files of all ranks; raise if a batch is missing."""
     missing = {str(i) for i in batches}
     for path in paths:
         with safe_open(path, "pt") as file:
@@ -293,7 +293,7 @@ def load_hidden(batches: Mapping[int, Batch], paths: Iterable[Path]) -> None:
 def _split(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]]:
-    """Separate the hidden state from all else that a layer is called with."""
+    """Separate the hidden state from the other arguments of a layer."""
     if args:
         return args[0], args[1:], kwargs
     return kwargs["hidden_states"], (), {k: v for k, v in kwargs.items() if k != "hidden_states"}

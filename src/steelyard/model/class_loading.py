@@ -1,8 +1,8 @@
-"""Whether transformers would load a quantized checkpoint, asked before it is written and after.
+"""Checks whether transformers can load a quantized checkpoint, before and after it is written.
 
-Its class is built on the meta device with the written config. Every tensor of the files must have a
-place in it and every parameter of it a tensor, unless it is tied; and the class must be able to do
-without the weights that are packed. Nothing is read but names, types and shapes.
+The model class is built on the meta device from the written config. Every tensor of the files needs
+a place in the class, every parameter needs a tensor unless it is tied, and the class must
+initialize without the weights that are packed. Only names, types and shapes are read.
 """
 
 from __future__ import annotations
@@ -36,21 +36,22 @@ Specs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 """Tensors of a checkpoint: type and shape by name."""
 
 ONLY_TRANSFORMERS = frozenset({"mt5", "rwkv", "t5", "umt5", "xlnet"})
-"""Model types that vLLM's registry of January 2026 does not have, nor runs through transformers.
+"""Model types that vLLM's registry of January 2026 lacks and does not run through transformers.
 
-What transformers cannot load of these, nothing does.
+If transformers cannot load one of these, nothing can.
 """
 
 _LOADS = "With FP8_DYNAMIC it loads"
 
 
 def loading_problems(config: Mapping[str, Any], tensors: Specs) -> list[str]:
-    """Return what keeps transformers from loading a checkpoint, a sentence each.
+    """Return the reasons why transformers cannot load a checkpoint, one sentence each.
 
-    config: as config.json has it, with the quantization_config
-    A model that transformers does not know has none: there is no class to hold it against.
+    config: content of config.json, with its quantization_config
+
+    Returns none for a model that transformers does not know: there is no class to compare with.
     """
-    tensors = dict(sorted(tensors.items()))  # the same sentences, in whatever order they come
+    tensors = dict(sorted(tensors.items()))  # the same sentences for any order of files
     try:
         model = build(config)
     except NoModelClass:
@@ -78,9 +79,9 @@ def loading_problems(config: Mapping[str, Any], tensors: Specs) -> list[str]:
 
 
 def tied_problems(config: Mapping[str, Any], tensors: Specs) -> list[str]:
-    """Return the quantized modules whose weight another module shares, a sentence each.
+    """Return one sentence for each quantized module that shares its weight with another module.
 
-    No server reads them: the other module would be given codes, or nothing.
+    No server can read them: the other module would load integer codes, or nothing.
     """
     try:
         known = ModelClass.of(config, {_plain(name) for name in tensors})
@@ -98,13 +99,13 @@ def tied_problems(config: Mapping[str, Any], tensors: Specs) -> list[str]:
 
 
 def _plain(name: str) -> str:
-    """Return the name that the weight of a quantized module had."""
+    """Return the name of a tensor's weight before quantization."""
     module, _, leaf = name.rpartition(".")
     return f"{module}.{WEIGHT}" if is_parameter(leaf) else name
 
 
 def _schemes(known: ModelClass, config: QuantizationConfig) -> dict[str, QuantizationScheme]:
-    """Return the scheme that compressed-tensors gives each module of the class."""
+    """Return the scheme that compressed-tensors assigns to each module of the class."""
     targets = {t: s for s in config.config_groups.values() for t in s.targets}
     found = {}
     for name, module in known.modules.items():
@@ -122,7 +123,7 @@ def _places(
     places: Mapping[str, str],
     converted: Mapping[str, str],
 ) -> Iterator[str]:
-    """Tensors without a place in the class, and places without a tensor."""
+    """Yield tensors without a place in the class, and places without a tensor."""
     expected: dict[str, tuple[int, ...]] = {n: tuple(t.shape) for n, t in known.tensors.items()}
     for name, scheme in schemes.items():
         weight: Any = known.modules[name].weight
@@ -151,7 +152,7 @@ def _places(
         kind = "experts" if "expert" in experts[0] else "layers that its class joins"
         yield (
             f"does not load {kind} as they are stored here, such as "
-            f"{experts[0].rpartition('.')[0]}, and would give them other values. vLLM's own "
+            f"{experts[0].rpartition('.')[0]}, and would load wrong values. vLLM's own "
             f"classes read them one by one. {remedy} in transformers too"
         )
     ours = {name for name in tensors if _plain(name) in known.places}
@@ -160,7 +161,10 @@ def _places(
         yield f"has no place for {_some(others)}. {_LOADS}; or ignore the module"
     unfilled = [n for n in known.unfilled(expected, places, converted) if n not in set(gone)]
     if unfilled and not experts:
-        yield f"would start {_some(unfilled)} anew, which no tensor fills. {_LOADS}; or ignore it"
+        yield (
+            f"would initialize {_some(unfilled)} randomly, since no tensor fills it. {_LOADS}; "
+            "or ignore it"
+        )
     for name, place in sorted(places.items()):
         if place in expected and expected[place] != tuple(tensors[name][1]):
             yield (
@@ -170,7 +174,7 @@ def _places(
 
 
 def _stacked_anew(known: ModelClass, converted: Mapping[str, str]) -> list[str]:
-    """Return the scales of layers that are joined in a matrix: decoded, they become a stack."""
+    """Return the scales of layers that the class joins in a matrix, but decodes to a stack."""
     scales = [name for name in converted if name.endswith(f".{SCALE}")]
     counts = Counter(converted[name] for name in scales)
     flat = {p for p in counts if p in known.tensors and known.tensors[p].ndim == 2}
@@ -178,14 +182,14 @@ def _stacked_anew(known: ModelClass, converted: Mapping[str, str]) -> list[str]:
 
 
 def _list_of(name: str) -> str | None:
-    """Return the list that a tensor's module is in: `experts` for `experts.3.up_proj.weight`."""
+    """Return the list that holds a tensor's module: `experts` for `experts.3.up_proj.weight`."""
     parts = name.split(".")
     numbers = [place for place, part in enumerate(parts) if part.isdigit()]
     return ".".join(parts[: numbers[-1]]) if numbers else None
 
 
 def _broadcasts(name: str, tensors: Specs) -> bool:
-    """Whether a scale multiplies its weight as it is, which transformers does with fp8 experts."""
+    """Whether a scale broadcasts over its weight, as transformers expects of fp8 experts."""
     weight = tensors.get(name.removesuffix("_scale"))
     if not name.endswith(f".{SCALE}") or weight is None:
         return True
@@ -194,17 +198,17 @@ def _broadcasts(name: str, tensors: Specs) -> bool:
 
 
 def _matters(name: str) -> bool:
-    """Whether a tensor is needed to decode a weight; static inputs only speed a server up."""
+    """Whether a tensor is needed to decode a weight, unlike static activation scales."""
     return base_of(name.rpartition(".")[2]) not in ("input", "output")
 
 
 def _initialization(known: ModelClass, schemes: Mapping[str, QuantizationScheme]) -> Iterator[str]:
-    """Classes that want the weight of a packed module while they are loaded."""
+    """Yield a sentence if the class initializes the weight of a packed module at load time."""
     packed = [n for n, s in schemes.items() if s.weights is not None and stored_as(s).is_packed]
     parts = dict(known.model.named_modules())
     from transformers import PreTrainedModel
 
-    owner: dict[str, Any] = {}  # the model that starts a module's weights
+    owner: dict[str, Any] = {}  # the model that initializes a module's weights
     for name, module in parts.items():
         above = owner.get(name.rpartition(".")[0], known.model)
         owner[name] = module if isinstance(module, PreTrainedModel) else above
@@ -225,7 +229,7 @@ def _initialization(known: ModelClass, schemes: Mapping[str, QuantizationScheme]
                         f"for a weight of {name} that is packed ({error}); {_vllm(known)}"
                     )
                     return
-            except Exception:  # on the meta device a class may fail where it else does not
+            except Exception:  # some initializers fail on the meta device only
                 continue
 
 

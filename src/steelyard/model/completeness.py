@@ -1,7 +1,7 @@
-"""Whether a source's files hold the whole model, and no adapter lies beside them.
+"""Checks that a source's files hold the whole model, without an unmerged adapter beside them.
 
-A run that needs no data copies what it finds: layers that are missing there would be missing in the
-output, and a server may start them anew without a word.
+A data-free run copies the tensors that it finds. Layers missing in the source would be missing in
+the output, and a server may initialize them randomly without a warning.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from steelyard.model.file_modules import FilesModel
 from steelyard.model.model_class import ModelClass
 from steelyard.model.source import Source
 
-__all__ = ["incomplete", "started_anew"]
+__all__ = ["missing_parts", "random_parameters"]
 
 _ADAPTER = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _LAYER = re.compile(r"^(.*?)\.(\d+)\.")
 
 
-def incomplete(source: Source) -> Iterator[str]:
-    """Yield what is missing in the folder of a source, or lies beside it unmerged."""
+def missing_parts(source: Source) -> Iterator[str]:
+    """Yield an error for layers that the files lack, and for an adapter that is not merged."""
     if source.shards is None:
         return
     yield from _adapters(source.shards)
@@ -31,8 +31,8 @@ def incomplete(source: Source) -> Iterator[str]:
         yield from _known_layers(known) if known is not None else _stated_layers(source.shards)
 
 
-def started_anew(source: Source) -> Iterator[str]:
-    """Yield a warning on what the class has and the files do not, beside whole layers."""
+def random_parameters(source: Source) -> Iterator[str]:
+    """Yield a warning for parameters of the class that the files lack, other than whole layers."""
     known = source.model.known if isinstance(source.model, FilesModel) else None
     if known is None:
         return
@@ -41,7 +41,7 @@ def started_anew(source: Source) -> Iterator[str]:
     if missing:
         yield (
             f"the files do not hold {_some(missing)}, which {type(known.model).__name__} has: "
-            "transformers starts it anew"
+            "transformers initializes it randomly"
         )
 
 
@@ -55,7 +55,7 @@ def _adapters(view: CheckpointView) -> Iterator[str]:
 
 
 def _known_layers(known: ModelClass) -> Iterator[str]:
-    """Parameters that the class has once for each layer, and the files for some layers only."""
+    """Yield an error for parameters that every layer of the class has, but not every layer here."""
     patterns = _patterns(known)
     missing = [name for name in known.missing() if _is_elsewhere(name, patterns)]
     if missing:
@@ -76,7 +76,7 @@ def _is_elsewhere(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _stated_layers(view: CheckpointView) -> Iterator[str]:
-    """The number of layers in the config, where names are all there is to compare it with."""
+    """Yield an error if config.json states more layers than the tensor names show."""
     stated = view.text_config.get("num_hidden_layers")
     found: dict[str, set[int]] = {}
     for name in view.names():

@@ -1,9 +1,9 @@
-"""The modules of a checkpoint's files, for recipes that need no model that runs.
+"""Builds the module tree of a checkpoint from its tensors, for recipes that never run the model.
 
-Where transformers knows the class, it says what each tensor belongs to. Elsewhere, and for tensors
-that the class does not have, names are all there is to go by: a two-dimensional `weight` is that of
-a Linear unless its name says that it is an embedding, a router or a norm, or its bias shows that it
-is stored the other way round. The plan says which modules were inferred so.
+Where transformers has the model class, the class decides what each tensor belongs to. Otherwise,
+and for tensors outside the class, the type is inferred from the name: a 2-D `weight` belongs to a
+Linear unless the name says embedding, router or norm, or the shape of the bias shows a transposed
+weight. The plan lists the inferred modules.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ __all__ = ["FilesModel"]
 _EMBEDDING = re.compile(r"embed|^wte$|^wpe$|relative_attention_bias")
 _ROUTER = re.compile(r"^(gate|router|wg|shared_expert_gate)$")
 _NORM = re.compile(r"norm|^ln_?\d*$|^ln_")
-_TURNED = {"gpt2", "openai-gpt", "imagegpt", "decision_transformer"}  # whose Linear is a Conv1D
-_TURNED_LEAF = re.compile(r"^(c_attn|c_proj|c_fc|q_attn)$")
+_TRANSPOSED = {"gpt2", "openai-gpt", "imagegpt", "decision_transformer"}  # Conv1D for Linear
+_TRANSPOSED_LEAF = re.compile(r"^(c_attn|c_proj|c_fc|q_attn)$")
 
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 class Router(Module):
-    """Sends tokens to experts; a small matrix that decides much."""
+    """Routes tokens to experts; small, and sensitive to quantization."""
 
 
 class Norm(Module):
-    """Scales and shifts."""
+    """A normalization layer."""
 
 
 class Conv1D(Module):
-    """A linear layer whose weight is stored as (in, out)."""
+    """A linear layer that stores its weight as (in, out)."""
 
 
 class Other(Module):
-    """Holds tensors that are no weight of a Linear."""
+    """A module of any other type."""
 
 
 class FilesModel(Module):
-    """A tree of modules on the meta device, named and shaped as the tensors of a checkpoint.
+    """A tree of modules on the meta device, with the names and shapes of a checkpoint's tensors.
 
-    known:       the class of transformers; None where it has none, and `unknown` says why
+    known:       the transformers class; None if there is none, and `unknown` says why
     class_names: module of the files -> its name in the class
     """
 
@@ -63,7 +63,7 @@ class FilesModel(Module):
         self.config = SimpleNamespace(get_text_config=lambda: sizes)
         self.known: ModelClass | None = None
         self.unknown = ""
-        stacks = [stack.name for stack in view.stacks]  # which the view cuts up
+        stacks = [stack.name for stack in view.stacks]  # the view splits these
         try:
             self.known = ModelClass.of(view.config, [*view.names(), *stacks])
         except NoModelClass as error:
@@ -83,7 +83,7 @@ class FilesModel(Module):
             self._place(path, view, name)._parameters[leaf] = _parameter(view, name)
 
     def _place(self, path: list[str], view: CheckpointView, name: str) -> Module:
-        """Return the module that a tensor belongs to; its children are made as they come."""
+        """Return the module that a tensor belongs to, and create its parents as needed."""
         node: Module = self
         for depth, part in enumerate(path):
             child = node._modules.get(part)
@@ -94,11 +94,11 @@ class FilesModel(Module):
         return node
 
     def get_output_embeddings(self) -> Module | None:
-        """Return the output head, where the class tells which module is."""
+        """Return the output head; None if the class does not name it."""
         return None if self._head is None else self.get_submodule(self._head)
 
     def inferred(self, name: str) -> bool:
-        """Whether only its name says what a module is."""
+        """Whether the type of a module is inferred from its name."""
         known = self.known
         if known is None:
             return True
@@ -120,7 +120,7 @@ def _class_of(view: CheckpointView, prefix: str, leaf: str, known: ModelClass | 
         return Router()
     if _NORM.search(leaf):
         return Norm()
-    if view.config.get("model_type") in _TURNED and _TURNED_LEAF.search(leaf):
+    if view.config.get("model_type") in _TRANSPOSED and _TRANSPOSED_LEAF.search(leaf):
         return Conv1D()
     bias = view.info(f"{prefix}.bias").shape if f"{prefix}.bias" in view else (shape[0],)
     if bias != (shape[0],):
@@ -129,7 +129,7 @@ def _class_of(view: CheckpointView, prefix: str, leaf: str, known: ModelClass | 
 
 
 def _class_in(known: ModelClass, name: str, leaf: str) -> Module:
-    """Return a module of the kind that the class has; what is no Linear keeps its class's name."""
+    """Return a module of the same kind as in the class; other types keep their class name."""
     module = known.modules[name]
     if isinstance(module, Embedding):
         return Embedding(1, 1, device="meta")
@@ -142,7 +142,7 @@ def _class_in(known: ModelClass, name: str, leaf: str) -> Module:
 
 
 def _class_names(known: ModelClass) -> dict[str, str]:
-    """Return the modules whose weights the class has under its own names."""
+    """Return module of the files -> its name in the class."""
     weights = [name.removesuffix(".weight") for name in known.places if name.endswith(".weight")]
     pairs = ((name, known.module_name(name)) for name in weights)
     return {name: own for name, own in pairs if own is not None}
@@ -154,7 +154,7 @@ def _parameter(view: CheckpointView, name: str) -> Parameter:
 
 
 def _tied(view: CheckpointView, known: ModelClass | None) -> dict[str, str]:
-    """Return the tensors that are one with another, by the files' names where they are stored."""
+    """Return tied tensors, under their names in the files where they are stored."""
     if known is not None:
         stored = known.file_names()
         pairs = dict(getattr(known.model, "all_tied_weights_keys", None) or {})

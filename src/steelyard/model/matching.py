@@ -1,8 +1,7 @@
-"""Which modules a recipe's targets and ignores stand for.
+"""Matches a recipe's targets and ignores with modules.
 
-A module that is read from files may have another name there than in its class: both count. In
-`ignore`, `lm_head` stands for the output head, whatever the class calls it, unless a target names
-that module.
+A module may have one name in the files and another in its class: both match. In `ignore`, `lm_head`
+matches the output head, whatever the class calls it, unless a target names that module.
 """
 
 from __future__ import annotations
@@ -13,36 +12,36 @@ from typing import Any
 from compressed_tensors.utils.match import is_match, match_name, match_targets
 from torch.nn import Module
 
-__all__ = ["HEAD", "by_all_names", "hits_of", "ignoring", "matches"]
+__all__ = ["HEAD", "by_all_names", "matches", "matching_ignore", "matching_targets"]
 
 HEAD = "lm_head"
 
 
 def matches(model: Any, name: str, module: Module, pattern: str) -> bool:
-    """Whether a target or an ignore stands for a module."""
+    """Whether a target or an ignore matches a module."""
     return any(is_match(each, module, pattern) for each in _names(model, name))
 
 
 def by_all_names(model: Any) -> dict[str, Module]:
-    """Return the modules of a model by each name that they have."""
+    """Return the modules of a model under each of their names."""
     modules = dict(model.named_modules())
     others = getattr(model, "class_names", {}).items()
     return {**modules, **{own: modules[name] for name, own in others}}
 
 
-def hits_of(model: Any, name: str, module: Module, targets: Sequence[str]) -> list[str]:
-    """Return the targets that stand for a module, those that name it before those of its class."""
+def matching_targets(model: Any, name: str, module: Module, targets: Sequence[str]) -> list[str]:
+    """Return the targets that match a module, by name first, then by class."""
     names = _names(model, name)
     hits = [hit for each in names for hit in match_targets(each, module, list(targets))]
     return sorted(dict.fromkeys(hits), key=lambda hit: not _names_it(names, hit))
 
 
-def ignoring(
+def matching_ignore(
     model: Any, name: str, module: Module, ignore: Sequence[str], hits: Sequence[str]
 ) -> str | None:
-    """Return the ignore that stands for a module; None if there is none.
+    """Return the ignore that matches a module; None if there is none.
 
-    hits: the targets that do
+    hits: the targets that match it
     """
     others = [pattern for pattern in ignore if pattern != HEAD or name == HEAD]
     found = next((pattern for pattern in others if matches(model, name, module, pattern)), None)
@@ -63,7 +62,7 @@ def _names_it(names: Sequence[str], target: str) -> bool:
 
 
 def _head_of(model: Any) -> Module | None:
-    """Return the output head; None for a model that has none, or does not tell."""
+    """Return the output head; None if the model has none or does not name it."""
     try:
         head: Module | None = model.get_output_embeddings()
     except (AttributeError, NotImplementedError):

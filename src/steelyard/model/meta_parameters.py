@@ -1,4 +1,4 @@
-"""Building a model whose parameters hold nothing, of bounded size."""
+"""Builds a model with parameters on the meta device, up to a limit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["parameters_on_meta"]
 
 @contextlib.contextmanager
 def parameters_on_meta(limit: int) -> Iterator[None]:
-    """Let parameters that are made hold nothing; raise a PipelineError beyond `limit` of them."""
+    """Create new parameters on the meta device; raise a PipelineError beyond `limit` of them."""
     register = Module.register_parameter
     count = 0
 
@@ -23,8 +23,8 @@ def parameters_on_meta(limit: int) -> Iterator[None]:
         count += 1
         if count > limit:
             raise PipelineError(
-                f"config.json describes a model of more than {limit:,} parameters, which is not "
-                "what the files hold; look at the numbers of layers and experts in it"
+                f"config.json describes a model of more than {limit:,} parameters, far more than "
+                "the files hold; correct its numbers of layers and experts"
             )
         if parameter is not None and parameter.device.type != "meta":
             parameter = Parameter(parameter.detach().to("meta"), requires_grad=False)

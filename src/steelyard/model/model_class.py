@@ -1,7 +1,7 @@
-"""What the class of transformers says about a checkpoint: modules, names, tied weights, the head.
+"""The transformers class of a checkpoint: its modules, tensor names, tied weights and output head.
 
-The class is built on the meta device, which costs next to nothing, and transformers itself is asked
-which of its tensors a tensor of the files fills. Code that comes with a checkpoint is never run.
+The class is built on the meta device, which costs next to nothing. transformers itself maps the
+tensors of the files to those of the class. Code that ships with a checkpoint never runs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from steelyard.model.meta_parameters import parameters_on_meta
 
 __all__ = ["MOST_PARAMETERS", "ModelClass", "NoModelClass", "build", "tied_modules"]
 
-_MOST_LAYERS = 4096  # beyond this the class is not built: a config may say anything
+_MOST_LAYERS = 4096  # beyond this the class is not built: a config may state any number
 MOST_PARAMETERS = 100_000
 """Tensors that a class may have: building more takes minutes."""
 
@@ -29,12 +29,12 @@ class NoModelClass(Exception):
 
 
 class ModelClass:
-    """A model of transformers without weights, and the places that a checkpoint's tensors fill.
+    """A transformers model without weights, and where a checkpoint's tensors go in it.
 
-    model:   on the meta device
-    tensors: name -> meta tensor of all that the class saves
-    places:  tensor of the files -> tensor of the class; those that the class joins or splits, such
-             as experts, are in `converted`
+    model:     on the meta device
+    tensors:   name -> meta tensor, for the whole state dict
+    places:    tensor of the files -> tensor of the class, where they are identical
+    converted: the same, where the class joins or splits tensors, such as experts
     """
 
     def __init__(self, model: Any, names: Iterable[str]) -> None:
@@ -45,15 +45,15 @@ class ModelClass:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], names: Iterable[str]) -> ModelClass:
-        """Build the class that `config` names; raise `NoModelClass` where there is none."""
+        """Build the class that `config` names; raise `NoModelClass` if there is none."""
         return cls(build(config), names)
 
     def find_places(
         self, names: Iterable[str], quantizer: Any = None
     ) -> tuple[dict[str, str], dict[str, str]]:
-        """Return which tensors of the class those of the files fill: as they are, and converted.
+        """Return `places` and `converted` for the tensors of the files.
 
-        quantizer: transformers' own, where the files are quantized
+        quantizer: transformers' own, if the files are quantized
         """
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import (
@@ -82,12 +82,12 @@ class ModelClass:
         return plain, converted
 
     def module_name(self, name: str) -> str | None:
-        """Return what the class calls a module of the files whose weight it takes as it is."""
+        """Return the class's name of a module of the files; None if it converts the weight."""
         place = self.places.get(f"{name}.weight")
         return place.removesuffix(".weight") if place and place.endswith(".weight") else None
 
     def file_names(self) -> dict[str, str]:
-        """Return tensor of the class -> its name in the files, for those taken as they are."""
+        """Return tensor of the class -> its name in the files, without converted ones."""
         return {place: name for name, place in self.places.items()}
 
     @property
@@ -100,7 +100,7 @@ class ModelClass:
         return next((n for n, m in self.modules.items() if head is not None and m is head), None)
 
     def is_called(self, name: str) -> bool:
-        """Whether a Linear runs as a module; torch's own attention reads the weight itself."""
+        """Whether a Linear runs as a module; torch's own attention reads its weight instead."""
         parent = self.modules.get(name.rpartition(".")[0])
         return not isinstance(parent, MultiheadAttention)
 
@@ -108,16 +108,16 @@ class ModelClass:
         return isinstance(self.modules.get(name), Linear) and self.is_called(name)
 
     def missing(self) -> list[str]:
-        """Return the parameters of the class that no tensor of the files fills, nor one tied to it.
+        """Return the parameters of the class that no tensor fills, directly or by a tie.
 
-        Those that the class itself does not mind are left out.
+        Excludes those that the class allows to be missing.
         """
         return self.unfilled(self.tensors, self.places, self.converted)
 
     def unfilled(
         self, expected: Iterable[str], places: Mapping[str, str], converted: Mapping[str, str]
     ) -> list[str]:
-        """Return those of `expected` that nothing fills; see `find_places` for the other two."""
+        """Return the names in `expected` that nothing fills; see `find_places` for the others."""
         filled = {*places.values(), *self._converted_to(converted)}
         for names in tied_groups(self.model):
             if filled.intersection(names):
@@ -128,9 +128,10 @@ class ModelClass:
         return [name for name in absent if not any(p.search(name) for p in allowed)]
 
     def _converted_to(self, converted: Mapping[str, str]) -> set[str]:
-        """The class's tensors that converted ones fill; of several, transformers names the first.
+        """Return the tensors of the class that converted ones fill.
 
-        All parameters of the same module count: which others a split fills, only values tell.
+        transformers names only the first of several, and which others a split fills depends on
+        values, so all parameters of the same module count.
         """
         owners = {place.rpartition(".")[0] for place in converted.values()}
         nearest = {owner.rpartition(".")[0] for owner in owners}
@@ -142,7 +143,7 @@ class ModelClass:
 
 
 class _WithLeaves(dict[str, Any]):
-    """Tensors of a class, and whatever else lies in a module that has one of them."""
+    """The tensors of a class, and any other name within their modules."""
 
     def __init__(self, known: Mapping[str, Any], owners: set[str]) -> None:
         super().__init__(known)
@@ -156,7 +157,7 @@ class _WithLeaves(dict[str, Any]):
 
 
 def build(config: Mapping[str, Any]) -> Any:
-    """Return the model of transformers that a config describes, on the meta device."""
+    """Return the transformers model that a config describes, on the meta device."""
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -180,7 +181,7 @@ def build(config: Mapping[str, Any]) -> Any:
             return _class_for(transformers, made, config)(made).eval()
     except NoModelClass:
         raise
-    except Exception as error:  # a class may fail in any way where a config does not suit it
+    except Exception as error:  # a class may raise anything for an unsuitable config
         raise NoModelClass(
             f"transformers {transformers.__version__} cannot build a {kind} from config.json "
             f"({reason_of(error)})"
@@ -188,7 +189,7 @@ def build(config: Mapping[str, Any]) -> Any:
 
 
 def _floats(value: Any) -> Any:
-    """Return settings with infinities and NaN as numbers, which transformers writes as objects."""
+    """Return settings with infinities and NaN, which transformers writes as objects, as floats."""
     if isinstance(value, dict):
         if value.keys() == {"__float__"}:
             return float(value["__float__"])
@@ -197,7 +198,7 @@ def _floats(value: Any) -> Any:
 
 
 def _class_for(transformers: Any, made: Any, config: Mapping[str, Any]) -> Any:
-    """Return the class that the config names, else that of a causal language model, else any."""
+    """Return the class that the config names, else the causal language model, else the base."""
     named = config.get("architectures")
     for name in named if isinstance(named, list) else []:
         found = getattr(transformers, name, None) if isinstance(name, str) else None
@@ -213,7 +214,7 @@ def _class_for(transformers: Any, made: Any, config: Mapping[str, Any]) -> Any:
 
 
 class _quiet:
-    """Holds back what transformers logs about a config while it is built."""
+    """Silences transformers' log messages about a config while the model is built."""
 
     def __init__(self, transformers: Any) -> None:
         self.logging = transformers.logging
@@ -227,7 +228,7 @@ class _quiet:
 
 
 def stated_layers(config: Mapping[str, Any]) -> int:
-    """Return the most layers that a config states for the model or a part of it."""
+    """Return the largest number of layers that a config states for the model or a part of it."""
     parts = _parts(config)
     keys = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "depth")
     counts = [part.get(key) for part in parts for key in (*keys, "decoder_layers")]
@@ -240,7 +241,7 @@ def _parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def tied_groups(model: Any) -> list[set[str]]:
-    """Return the names of tensors that are one and the same, group by group."""
+    """Return the groups of tied tensors, by name."""
     groups: list[set[str]] = []
     for pair in dict(getattr(model, "all_tied_weights_keys", None) or {}).items():
         joined = set(pair)
@@ -252,7 +253,7 @@ def tied_groups(model: Any) -> list[set[str]]:
 
 
 def tied_modules(model: Any) -> dict[str, str]:
-    """Return the modules whose weight is that of another, each with one of those others."""
+    """Return module -> another module that shares its weight."""
     found: dict[str, str] = {}
     for group in tied_groups(model):
         owners = sorted(name.removesuffix(".weight") for name in group if name.endswith(".weight"))

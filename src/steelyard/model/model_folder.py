@@ -1,4 +1,4 @@
-"""The folder that holds a model, fetched from the hub where it is not here."""
+"""Finds the folder of a model, and downloads a model of the hub."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _OTHER_KINDS = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx
 
 
 def model_folder(model: Any, revision: str | None = None) -> Path:
-    """Return the folder of a model; one on the hub is fetched, without weights of other kinds."""
+    """Return the folder of a model; download one of the hub, only its safetensors weights."""
     if not isinstance(model, (str, Path)):
         raise PipelineError(
             f"model is a {type(model).__name__}; give a folder, a name on the hub, or a model"
@@ -27,5 +27,5 @@ def model_folder(model: Any, revision: str | None = None) -> Path:
         return Path(snapshot_download(str(model), revision=revision, ignore_patterns=_OTHER_KINDS))
     except Exception as error:
         raise PipelineError(
-            f"{str(model)!r} is neither a folder here nor a model that could be fetched: {error}"
+            f"{str(model)!r} is not a folder, and it cannot be downloaded from the hub: {error}"
         ) from None

@@ -1,4 +1,4 @@
-"""Names of modules that differ only in numbers, written as one."""
+"""Joins names of modules that differ only in numbers: `layers.{0-3}.mlp`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole part of a dotted name
 def grouped(
     items: Iterable[T], name: Callable[[T], str], alike: Callable[[T], Hashable]
 ) -> list[tuple[str, list[T]]]:
-    """Return items by their names without numbers, where `alike` is equal, in order of appearance.
+    """Group items whose names differ only in numbers and whose `alike` is equal.
+
+    Groups come in order of appearance, each with its joined name.
 
     >>> grouped(["a.0.x", "a.1.x", "b"], name=str, alike=len)
     [('a.{0-1}.x', ['a.0.x', 'a.1.x']), ('b', ['b'])]
@@ -27,7 +29,7 @@ def grouped(
 
 
 def label_of(names: Sequence[str]) -> str:
-    """Return the one name that stands for several, with ranges for their numbers."""
+    """Return one name for several, with ranges for their numbers."""
     if len(names) == 1:
         return names[0]
     positions = list(zip(*([int(n) for n in NUMBER.findall(name)] for name in names), strict=True))

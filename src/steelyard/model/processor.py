@@ -1,8 +1,8 @@
-"""The kind of processor that a run computes on.
+"""Identifies the kind of processor that a run computes on.
 
-Sums of products are added in another order where the instructions differ, so hidden states, and
-weights that are rounded with them, come out with other bits. A run without calibration data
-rounds each weight by itself, and gives the same bytes on every processor.
+The instruction set decides the order of additions in matrix products, so hidden states, and weights
+that are rounded with them, differ in their last bits between processors. A data-free run rounds
+each weight by itself and gives the same bytes on every processor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _VECTORS = ("avx", "amx", "fma", "asimd", "sve", "bf16", "i8mm")
 
 
 def processor() -> dict[str, str]:
-    """Return, by name, what decides which code torch and the compiled kernels run."""
+    """Return the properties that select the code paths of torch and of the compiled kernels."""
     known = _cpuinfo()
     flags = (known.get("flags") or known.get("Features") or "").split()
     found = kernels.info()
@@ -34,7 +34,7 @@ def processor() -> dict[str, str]:
 
 
 def _cpuinfo() -> dict[str, str]:
-    """Return what Linux tells of the first processor; nothing elsewhere."""
+    """Return the first entry of /proc/cpuinfo; empty on other systems than Linux."""
     try:
         text = Path("/proc/cpuinfo").read_text("utf-8", errors="replace")
     except OSError:

@@ -1,4 +1,4 @@
-"""A model that was given comes back in its mode, and as it was if something goes wrong."""
+"""Restores a caller's model: its training mode always, everything else after an error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["restored_on_error"]
 
 @contextlib.contextmanager
 def restored_on_error(model: Any) -> Iterator[None]:
-    """Undo whatever was put on the modules of `model` (schemes, parameters, hooks, forwards)."""
+    """On an error, undo what was attached to modules (schemes, parameters, hooks, forwards)."""
     before = [(module, _shallow(module)) for module in model.modules()]
     attention = getattr(model.config, "_attn_implementation", None)
     try:
@@ -39,7 +39,7 @@ def _restore(module: Module, state: dict[str, Any]) -> None:
     for key, value in state.items():
         present = module.__dict__.get(key)
         if isinstance(value, (dict, set)) and isinstance(present, (dict, set)):
-            present.clear()  # others may hold it
+            present.clear()  # in place: others may hold a reference
             present.update(value)
         else:
             module.__dict__[key] = value

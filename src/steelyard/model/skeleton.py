@@ -1,7 +1,7 @@
-"""A model class without weights, and which tensors of the files would fill it.
+"""Builds a model class without weights, and maps its tensors to those of the files.
 
-The class may name tensors otherwise than the files do, and may join several in one: transformers
-is asked what it would save each as.
+The class may use other names than the files, and may join several tensors in one. transformers
+itself maps each tensor back to the names under which it would be saved.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch.nn import Module, Parameter
 from steelyard.checkpoint import CheckpointView, Shards
 from steelyard.errors import PipelineError
 from steelyard.foreign import reason_of, show
+from steelyard.model.forward_errors import WITHOUT_DATA
 from steelyard.model.meta_parameters import parameters_on_meta
 from steelyard.model.model_class import ModelClass
-from steelyard.model.own_forward import WITHOUT_DATA
 
 __all__ = ["build_skeleton", "encoder_refusal", "own_buffers", "parts_of", "saved_as"]
 
@@ -31,7 +31,7 @@ _LAYERS = re.compile(r"^(n|num)_(\w+_)?(layers?|blocks)$|^(en|de)coder_layers$")
 def build_skeleton(
     folder: Path, shards: CheckpointView, trust_remote_code: bool
 ) -> tuple[Any, dict[str, str], dict[str, list[str]]]:
-    """Return the model, and the names in the files of what fills it: one each, or several.
+    """Return the model, its tensors with one name in the files, and those joined from several.
 
     A model that cannot be filled tensor by tensor is loaded as a whole.
     """
@@ -47,28 +47,28 @@ def build_skeleton(
 
 
 def encoder_refusal(config: Mapping[str, Any], name: str) -> str | None:
-    """Return why a model with an encoder, such as T5 or Whisper, cannot run here; None for others.
+    """Return why an encoder-decoder model, such as T5 or Whisper, cannot run; None for others.
 
-    name: what to call it where the config names no class
+    name: used in the message if the config names no class
     """
     if config.get("is_encoder_decoder") is not True:
         return None
     classes = config.get("architectures")
     name = str(classes[0]) if isinstance(classes, list) and classes else name
     return (
-        f"{name} has an encoder and a decoder, and only models with a decoder alone can run on "
+        f"{name} has an encoder and a decoder, and only decoder-only models can run on "
         f"calibration data; {WITHOUT_DATA}"
     )
 
 
 def _skeleton(folder: Path, shards: CheckpointView, trust_remote_code: bool) -> Any:
-    """Build the model class with parameters that hold nothing."""
+    """Build the model class with parameters on the meta device."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     _check_layers(shards)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        if getattr(config, "quantization_config", None) is not None:  # which the view undoes
+        if getattr(config, "quantization_config", None) is not None:  # the view dequantizes
             del config.quantization_config
         dtype = _stored_dtype(config, shards)
         options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
@@ -81,17 +81,17 @@ def _skeleton(folder: Path, shards: CheckpointView, trust_remote_code: bool) -> 
             return AutoModelForCausalLM.from_config(config, **options)  # type: ignore[no-untyped-call]
     except (PipelineError, MemoryError):
         raise
-    except Exception as error:  # any kind, where a setting in config.json has a wrong type
+    except Exception as error:  # a setting of a wrong type in config.json can raise anything
         kind = shards.config.get("model_type")
         raise PipelineError(
             f"{folder} is a {show(kind)}, for which transformers builds no causal language model "
-            f"({reason_of(error)}). Look at config.json, or load the model with its own class and "
-            "give that; a recipe that needs no calibration data works from the files alone"
+            f"({reason_of(error)}). Correct config.json, or load the model with its own class and "
+            "pass the module; a recipe that needs no calibration data works from the files alone"
         ) from error
 
 
 def _check_layers(shards: CheckpointView) -> None:
-    """Refuse more layers than there are tensors: a configuration alone may take hours to build."""
+    """Refuse more layers than there are tensors: building such a model may take hours."""
     parts = [shards.config, *(v for v in shards.config.values() if isinstance(v, dict))]
     for key, value in (item for part in parts for item in part.items()):
         if _LAYERS.search(key) and isinstance(value, (int, float)) and value > len(shards):
@@ -104,14 +104,14 @@ def _check_layers(shards: CheckpointView) -> None:
 def _keys(model: Any, shards: Shards) -> tuple[dict[str, str], dict[str, list[str]], list[str]]:
     """Map the tensors of the model to their names in the files.
 
-    Return those that have one name, those that are joined from several, and those without.
+    Return those with one name, those joined from several, and those without a name.
     """
     prefix = f"{model.base_model_prefix}."
     tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
     keys: dict[str, str] = {}
     joined: dict[str, list[str]] = {}
     missing = []
-    renamed: dict[str, str] = {}  # what the class takes under other names than it saves
+    renamed: dict[str, str] = {}  # tensors that the class loads under other names than it saves
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, tensor in {**parameters, **dict(_persistent_buffers(model))}.items():
         names = [name, name.removeprefix(prefix), f"{prefix}{name}"]
@@ -124,7 +124,7 @@ def _keys(model: Any, shards: Shards) -> tuple[dict[str, str], dict[str, list[st
                     f"config.json makes it {tuple(tensor.shape)}; they are not of one model"
                 )
             continue
-        if tied.get(name) in keys:  # transformers takes a third of a second to tell that
+        if tied.get(name) in keys:  # asking transformers takes a third of a second
             keys[name] = keys[tied[name]]
             continue
         parts = parts_of(model, name, tensor.to("meta"))
@@ -148,12 +148,12 @@ def _keys(model: Any, shards: Shards) -> tuple[dict[str, str], dict[str, list[st
 
 
 def parts_of(model: Any, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return what transformers would save a tensor of the model as."""
+    """Return the tensors, by name, as which transformers would save a tensor of the model."""
     return saved_as(model, {name: tensor})
 
 
 def saved_as(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return what transformers would save tensors of the model as, by the files' names."""
+    """Return the tensors, by name, as which transformers would save those of the model."""
     from transformers.core_model_loading import revert_weight_conversion
 
     parts: dict[str, torch.Tensor] = revert_weight_conversion(model, tensors)
@@ -161,8 +161,8 @@ def saved_as(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Te
 
 
 def _are_views(model: Any, name: str, like: torch.Tensor) -> bool:
-    """Whether the parts of a tensor lie in its own memory, so that they can be filled there."""
-    whole = torch.empty(like.shape, dtype=like.dtype)  # not touched, so it takes no memory
+    """Whether the parts of a tensor are views of it, so that they can be filled in place."""
+    whole = torch.empty(like.shape, dtype=like.dtype)  # never written, so it takes no memory
     start, end = whole.data_ptr(), whole.data_ptr() + whole.nbytes
     parts = parts_of(model, name, whole).values()
     inside = all(start <= part.data_ptr() < end for part in parts)
@@ -170,7 +170,7 @@ def _are_views(model: Any, name: str, like: torch.Tensor) -> bool:
 
 
 def own_buffers(module: Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the buffers of one module that are saved with the model."""
+    """Yield the persistent buffers of one module."""
     for leaf, buffer in module._buffers.items():
         if buffer is not None and leaf not in module._non_persistent_buffers_set:
             yield leaf, buffer
@@ -183,7 +183,7 @@ def _persistent_buffers(model: Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _take_types(model: Module, keys: dict[str, str], shards: Shards) -> None:
-    """Give parameters the types that they have in the files, whatever the config says."""
+    """Give parameters the types of the files, whatever the config says."""
     for prefix, module in model.named_modules():
         for leaf, parameter in list(module._parameters.items()):
             key = keys.get(f"{prefix}.{leaf}".strip("."))
@@ -202,7 +202,7 @@ def _fill_buffers(model: Module, keys: dict[str, str], shards: Shards) -> None:
 
 
 def _load_converted(folder: Path, shards: CheckpointView, skeleton: Any, trust: bool) -> Any:
-    """Load a model whose class joins or renames what the files hold, such as stacked experts."""
+    """Load a model whose class converts tensors of the files, such as stacked experts."""
     from transformers import AutoModelForCausalLM
 
     options: dict[str, Any] = {
@@ -210,20 +210,20 @@ def _load_converted(folder: Path, shards: CheckpointView, skeleton: Any, trust: 
         "output_loading_info": True,
     }
     answer: Any
-    if "quantization_config" in shards.config:  # which transformers decodes in its own way
+    if "quantization_config" in shards.config:  # transformers would dequantize in its own way
         state = {name: shards.read(name) for name in shards.names()}
         answer = type(skeleton).from_pretrained(
             None, config=skeleton.config, state_dict=state, **options
         )
     else:
-        try:  # without the option it would open pytorch_model.bin, a pickle, where one is there
+        try:  # without use_safetensors, it may open pytorch_model.bin, a pickle
             answer = AutoModelForCausalLM.from_pretrained(
                 folder, trust_remote_code=trust, use_safetensors=True, **options
             )
         except OSError as error:
             raise PipelineError(
                 f"{folder}: the *.safetensors files lack tensors that {type(skeleton).__name__} "
-                f"needs ({str(error).splitlines()[0][:160]}); files of other kinds are not opened, "
+                f"needs ({str(error).splitlines()[0][:160]}); other file formats are not read, "
                 "so copy or download the missing shards"
             ) from error
     loaded, report = answer

@@ -1,8 +1,8 @@
-"""The model to quantize: a skeleton without weights and the files that hold them, or a loaded one.
+"""The model to quantize: a skeleton whose weights are in files, or a loaded module.
 
-Given a folder, the model class is built with its parameters on the meta device (buffers, such as
-rotary frequencies, are real), and `loaded` fills one module at a time from the shards. Given a
-loaded module, its weights are simply there.
+For a folder, the model class is built with its parameters on the meta device (buffers, such as
+rotary frequencies, are real), and `loaded` fills one module at a time from the shards. A loaded
+module already holds its weights.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ __all__ = ["Source", "computing_in", "fast_dtype", "rounded_once"]
 
 
 class Source:
-    """A causal language model, and where its weights are.
+    """A causal language model and its weights.
 
-    model:  the skeleton, or the module that was given
-    shards: the files behind the skeleton; None for a module that was given
+    model:  the skeleton, or the caller's module
+    shards: the files behind the skeleton; None for a caller's module
     keys:   tensor of the model -> its name in the files
-    joined: tensor of the model -> the names of what the class joins in it, such as experts
+    joined: tensor of the model -> the names of its parts in the files, such as experts
     """
 
     def __init__(
@@ -70,20 +70,20 @@ class Source:
 
     @classmethod
     def from_files(cls, model: str | Path, revision: str | None = None) -> Source:
-        """Open a folder, or a name on the hub, without asking for its model class."""
+        """Open a folder, or a name on the hub, without building its model class."""
         view = CheckpointView(model_folder(model, revision))
         return cls(FilesModel(view), view, {name: name for name in view.names()})
 
     @property
     def origin(self) -> Path | None:
-        """The folder that the model is read from, or was."""
+        """The folder that the model is, or was, loaded from."""
         if self.shards is not None:
             return self.shards.folder
         folder = Path(getattr(self.model, "name_or_path", "") or "")
         return folder if str(folder) != "." and folder.is_dir() else None
 
     def config(self) -> dict[str, Any]:
-        """Return what config.json says: that of the files, or of the loaded model as it is now."""
+        """Return the content of config.json: that of the files, or of the loaded model."""
         if self.shards is not None:
             return dict(self.shards.config)
         content: dict[str, Any] = json.loads(self.model.config.to_json_string(use_diff=False))
@@ -93,7 +93,7 @@ class Source:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type that most of the model has."""
+        """The most frequent floating-point type of the parameters."""
         sizes: dict[torch.dtype, int] = {}
         for parameter in self.model.parameters():
             if parameter.is_floating_point():
@@ -101,15 +101,15 @@ class Source:
         return max(sizes, key=lambda dtype: sizes[dtype])
 
     def unknown(self) -> list[str]:
-        """Return the tensors of the files that the model class does not know."""
+        """Return the tensors of the files that the model class does not have."""
         known = {*self.keys.values(), *(name for names in self.joined.values() for name in names)}
         return [] if self.shards is None else [n for n in self.shards.names() if n not in known]
 
     @functools.cached_property
     def _whole(self) -> ModelClass | None:
-        """The class that config.json names, where the model here is another, such as a part of it.
+        """The class that config.json names, if the model here is only a part of it; else None.
 
-        Of a Mllama or Qwen3.5 with images, transformers builds the language model alone.
+        For Mllama or Qwen3.5 with images, transformers builds the language model alone.
         """
         if self.shards is None or isinstance(self.model, FilesModel):
             return None
@@ -122,25 +122,25 @@ class Source:
             return None
 
     def class_modules(self) -> dict[str, Module]:
-        """Return the modules of the class that will be loaded; none where it is not known."""
+        """Return the modules of the class that a server loads; none if it is not known."""
         if isinstance(self.model, FilesModel):
             return {} if self.model.known is None else self.model.known.modules
         return dict(self.model.named_modules()) if self._whole is None else self._whole.modules
 
     def class_name(self, name: str) -> str:
-        """Return what that class calls a module of the model."""
+        """Return the name that the class in config.json has for a module of the model."""
         if isinstance(self.model, FilesModel):
             return self.model.class_names.get(name, name)
         whole = self._whole
         return name if whole is None else whole.module_name(self.module_key(name)) or name
 
     def key(self, name: str) -> str:
-        """Return the name that the source has for a tensor of the model."""
+        """Return the name of a tensor of the model in the source."""
         if name in self.keys:
             return self.keys[name]
         module, _, leaf = name.rpartition(".")
         weight = self.keys.get(f"{module}.weight")
-        if weight is None:  # attention modules have none of their own: learn from a neighbour
+        if weight is None:  # attention modules have no weight: derive the name from a child's
             near = self._first_within.get(module)
             if near is None:
                 return name
@@ -153,13 +153,13 @@ class Source:
         found: dict[str, str] = {}
         for key in self.keys:
             module = key.rpartition(".")[0]
-            while module and module not in found:  # if it is there, so are those around it
+            while module and module not in found:  # once it is found, so are its parents
                 found[module] = key
                 module = module.rpartition(".")[0]
         return found
 
     def module_key(self, name: str) -> str:
-        """Return the name that the source has for a module with a weight."""
+        """Return the name of a module with a weight in the source."""
         return self.key(f"{name}.weight").removesuffix(".weight")
 
     @contextlib.contextmanager
@@ -172,16 +172,16 @@ class Source:
     ) -> Iterator[None]:
         """Hold the weights of `module` in memory.
 
-        without: a module within it whose own modules stay without weights
-        skip:    names of modules that do, too
+        without: a child whose modules are not loaded
+        skip:    names of other modules that are not loaded
         """
-        left_out = set() if without is None else set(without.modules())
+        excluded = set() if without is None else set(without.modules())
         filled: list[tuple[Module, str]] = []
         try:
             if self.shards is not None:
                 for name, parent in module.named_modules():
                     path = f"{prefix}.{name}".strip(".")
-                    if parent in left_out or path in skip:
+                    if parent in excluded or path in skip:
                         continue
                     for leaf, parameter in list(parent._parameters.items()):
                         if parameter is None or parameter.device.type != "meta":
@@ -200,7 +200,7 @@ class Source:
                 _return_memory()
 
     def _read(self, name: str, parameter: Parameter) -> torch.Tensor | None:
-        """Return a tensor of the model from the files; None where they do not hold it."""
+        """Return a tensor of the model from the files; None if they do not hold it."""
         assert self.shards is not None
         if name in self.keys:
             return self.shards.read(self.keys[name])
@@ -219,21 +219,21 @@ def computing_in(
     scales: bool = False,
     without: Iterable[Module] = (),
 ) -> Iterator[None]:
-    """Give `module` parameters of a wider type for a while; what it had comes back unchanged.
+    """Cast the parameters of `module` to a wider type inside the context, and restore them after.
 
-    dtype:  None leaves everything as it is
-    scales: quantization parameters too, which else keep the type that they are stored in
-    without: modules within it that stay as they are
+    dtype:   None casts nothing
+    scales:  cast quantization parameters too
+    without: modules within it that are not cast
     """
-    left_out = {parameter for each in without for parameter in each.parameters()}
+    excluded = {parameter for each in without for parameter in each.parameters()}
     kept: list[tuple[Parameter, torch.Tensor]] = []
     try:
         for name, parameter in module.named_parameters() if dtype is not None else ():
             assert dtype is not None
             real = parameter.device.type != "meta" and parameter.is_floating_point()
             fixed = name.endswith(("_scale", "_zero_point")) and not scales
-            left = fixed or parameter in left_out
-            if real and parameter.dtype.itemsize < dtype.itemsize and not left:
+            keep = fixed or parameter in excluded
+            if real and parameter.dtype.itemsize < dtype.itemsize and not keep:
                 kept.append((parameter, parameter.data))
                 parameter.data = parameter.data.to(dtype)
         yield
@@ -244,9 +244,9 @@ def computing_in(
 
 @contextlib.contextmanager
 def rounded_once(modules: Iterable[Module]) -> Iterator[None]:
-    """Let `modules` hold their quantized weights for a while, instead of rounding in each call.
+    """Replace the weights of `modules` by their quantized values inside the context.
 
-    Then a call changes nothing, and several threads can make one at a time.
+    A call then rounds and changes nothing, so several threads can call a module at once.
     """
     kept: list[tuple[Any, torch.Tensor, Any]] = []
     try:
@@ -257,7 +257,7 @@ def rounded_once(modules: Iterable[Module]) -> Iterator[None]:
                 continue
             kept.append((each, each.weight.data, each.quantization_status))
             each.weight.data = forward_quantize(each, each.weight.data, "weight", args)
-            each.quantization_status = QuantizationStatus.COMPRESSED  # its weight is as it is
+            each.quantization_status = QuantizationStatus.COMPRESSED  # no rounding in forward
         yield
     finally:
         for each, data, status in kept:
@@ -266,9 +266,9 @@ def rounded_once(modules: Iterable[Module]) -> Iterator[None]:
 
 
 def fast_dtype(stored: torch.dtype, device: torch.device) -> torch.dtype | None:
-    """Return a wider type in which a forward pass is faster: fp32 on a CPU without matrix units.
+    """Return a wider type that makes a forward pass faster: fp32 on a CPU without matrix units.
 
-    None: as it is stored.
+    None: compute in the stored type.
     """
     if device.type != "cpu" or stored.itemsize >= torch.float32.itemsize:
         return None
@@ -277,7 +277,7 @@ def fast_dtype(stored: torch.dtype, device: torch.device) -> torch.dtype | None:
 
 
 def _return_memory() -> None:
-    """Give freed memory back to the system; glibc would keep as much as several layers."""
+    """Return freed memory to the system; glibc would keep several layers' worth."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -285,11 +285,9 @@ def _return_memory() -> None:
 def _check_module(model: Any) -> None:
     if getattr(model, "config", None) is None:
         raise PipelineError(
-            f"a {type(model).__name__} has no config, so it is no model of transformers; give one "
-            "that was loaded with AutoModelForCausalLM, or its folder"
+            f"a {type(model).__name__} has no config, so it is not a transformers model; pass one "
+            "loaded with AutoModelForCausalLM, or its folder"
         )
     for name, module in model.named_modules():
         if getattr(module, "quantization_scheme", None) is not None:
-            raise PipelineError(
-                f"{name} is quantized already; load the model that it was made from once more"
-            )
+            raise PipelineError(f"{name} is quantized already; load the original model again")

@@ -21,7 +21,7 @@ from steelyard.errors import PlanError
 from steelyard.foreign import printable
 from steelyard.formats import TensorSpec, expected_tensors, format_of
 from steelyard.model.attention import attention_group, cached_attention
-from steelyard.model.matching import hits_of, ignoring
+from steelyard.model.matching import matching_ignore, matching_targets
 from steelyard.modifiers import Modifier
 from steelyard.plan.problems import errors_of, warnings_of
 from steelyard.words import count, duration, size
@@ -158,8 +158,8 @@ def make_plan(model: Any, config: QuantizationConfig, modifiers: Sequence[Modifi
     owners: dict[int, str] = {}  # of parameters, the first of those that share one
     uncalled = _uncalled(model)
     for name, module in model.named_modules():
-        hits = hits_of(model, name, module, list(targets)) if targets else []
-        ignored = ignoring(model, name, module, config.ignore, hits)
+        hits = matching_targets(model, name, module, list(targets)) if targets else []
+        ignored = matching_ignore(model, name, module, config.ignore, hits)
         planned = isinstance(module, (Linear, Embedding)) and module not in uncalled
         if planned and hits and ignored is None:
             scheme = targets[hits[0]]

@@ -8,7 +8,7 @@ from typing import Any
 
 from steelyard.errors import PipelineError
 from steelyard.model.blocks import decoder_layers
-from steelyard.model.own_forward import WITHOUT_DATA
+from steelyard.model.forward_errors import WITHOUT_DATA
 from steelyard.model.skeleton import encoder_refusal
 from steelyard.model.source import Source
 

@@ -1,4 +1,4 @@
-"""A forward pass that ends when what comes after is not needed."""
+"""Ends a forward pass early, once the modules of interest have run."""
 
 from __future__ import annotations
 
@@ -8,27 +8,28 @@ from typing import Any
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["Enough", "Until"]
+__all__ = ["StopAfter", "StopForward"]
 
 
-class Enough(Exception):
-    """Ends a forward pass whose rest is not needed."""
+class StopForward(Exception):
+    """Ends a forward pass whose remaining modules are not needed."""
 
 
-class Until:
-    """Ends a pass through a layer once all of its `modules` were called: the rest is not needed.
+class StopAfter:
+    """Ends each pass through `layer` once all `modules` were called.
 
-    The first pass runs to its end and shows whether each is called just once, as a condition.
+    The first pass runs to its end, to check that every module is called exactly once; if not, no
+    pass is ended early.
     """
 
     def __init__(self, layer: Module, modules: Iterable[Module]) -> None:
         self.layer = layer
         self.calls = dict.fromkeys(modules, 0)
         self._once: bool | None = None
-        self._left: set[Module] = set()
+        self._pending: set[Module] = set()
         self._handles: list[RemovableHandle] = []
 
-    def __enter__(self) -> Until:
+    def __enter__(self) -> StopAfter:
         self._handles = [m.register_forward_pre_hook(self._called) for m in self.calls]
         self._handles.append(self.layer.register_forward_hook(self._ended))
         return self
@@ -41,12 +42,12 @@ class Until:
         if self._once is None:
             self.calls[module] += 1
             return
-        self._left.discard(module)
-        if self._once and not self._left:
-            self._left = set(self.calls)
-            raise Enough
+        self._pending.discard(module)
+        if self._once and not self._pending:
+            self._pending = set(self.calls)
+            raise StopForward
 
     def _ended(self, *_: Any) -> None:
         if self._once is None:
             self._once = all(count == 1 for count in self.calls.values())
-        self._left = set(self.calls)
+        self._pending = set(self.calls)

@@ -1,4 +1,4 @@
-"""What a model's own forward raises, told as a failure of that model and not of this package."""
+"""Reports exceptions of a model's own forward as failures of that model, not of this package."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from steelyard.errors import PipelineError, SteelyardError
 from steelyard.foreign import LONGEST, printable
 
-__all__ = ["WITHOUT_DATA", "own_forward"]
+__all__ = ["WITHOUT_DATA", "forward_errors"]
 
 WITHOUT_DATA = (
     "a scheme that needs no calibration data, such as FP8_DYNAMIC, works from the files alone"
@@ -22,10 +22,12 @@ _PACKAGE = str(Path(__file__).parents[1])
 
 
 @contextlib.contextmanager
-def own_forward(model: Any, where: str, remedy: str) -> Iterator[None]:
-    """Turn an exception of the model's code into a PipelineError; ours and a lack of memory pass.
+def forward_errors(model: Any, where: str, remedy: str) -> Iterator[None]:
+    """Turn an exception of the model's code into a PipelineError.
 
-    where:  the layer, or what else of the model runs
+    Our own errors and out-of-memory errors pass unchanged.
+
+    where:  the part of the model that runs
     remedy: a clause that says what to do
     """
     try:
@@ -43,7 +45,7 @@ def own_forward(model: Any, where: str, remedy: str) -> Iterator[None]:
 
 
 def _is_ours(error: Exception) -> bool:
-    """Whether code of this package, such as an observer, raised it while the model ran."""
+    """Whether code of this package, such as an observer, raised the error inside the forward."""
     frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     entered = next((i for i, name in enumerate(frames) if not name.startswith(_PACKAGE)), None)
     return entered is None or any(name.startswith(_PACKAGE) for name in frames[entered:])
