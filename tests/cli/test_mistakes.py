@@ -209,7 +209,7 @@ def test_no_message_speaks_of_python_arguments() -> None:
     ("message", "said"),
     [
         ("name the one to read with text_column=", "name the one to read with --text-column"),
-        ("pass max_seq_length=128 to cut them", "pass --max-seq-length 128 to cut them"),
+        ("pass max_seq_length=128 to truncate them", "pass --max-seq-length 128 to truncate them"),
         ("has the splits a, b: choose one, splits=", "has the splits a, b: choose one, --split"),
         ("give a larger max_seq_length", "give a larger --max-seq-length"),
     ],

@@ -276,7 +276,7 @@ def test_empty_samples_are_skipped_replaced_and_counted() -> None:
 
 
 def test_fewer_samples_than_asked_for_are_told() -> None:
-    assert "512 were asked for" in take(TEXTS).description
+    assert "512 were requested" in take(TEXTS).description
     assert "asked for" not in take(TEXTS, num_calibration_samples=10).description
 
 
@@ -298,7 +298,7 @@ def test_empty_files_are_an_error(tmp_path: Path) -> None:
 def test_texts_are_cut_to_the_positions_of_the_model(tmp_path: Path) -> None:
     samples = take(TEXTS, max_positions=2)
     assert rows(samples) == [ids[:2] for ids in IDS]
-    assert "cut to the 2 positions of the model, not 2048" in samples.description
+    assert "truncated to the model's 2 positions, not 2048" in samples.description
     assert "positions" not in take(TEXTS, max_positions=3, max_seq_length=3).description
     path = tmp_path / "data.txt"
     path.write_text(" ".join(TEXTS))
@@ -403,8 +403,8 @@ def test_padding_is_cut_off_on_any_side(
     [
         ([1, 2, 3], [1, 0, 1], "a hole"),
         ([1, 2, 3], [1, 1], "shape"),
-        ([1, 2, 3], [1, 2, 3], "more than 0 and 1"),
-        ([1, 2, 3], [1.0, 0.5, 0.0], "more than 0 and 1"),
+        ([1, 2, 3], [1, 2, 3], "other than 0 and 1"),
+        ([1, 2, 3], [1.0, 0.5, 0.0], "other than 0 and 1"),
         ([[1, 2], [3, 4]], [[1, 1]], "2 rows of input_ids, 1 of attention_mask"),
     ],
 )
@@ -419,13 +419,13 @@ def test_masks_that_are_no_padding_are_refused(ids: Any, mask: Any, told: str) -
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ({"prompt": "w1"}, r"none of the columns input_ids, text, messages .* only: prompt"),
-        ({"text": 3}, "'text' holds a int"),
-        ([1, 2], "a list, where an object"),
-        ("w1", "a str, where an object"),
+        ({"prompt": "w1"}, r"one of the columns input_ids, text, messages, got: prompt"),
+        ({"text": 3}, "'text', got a int"),
+        ([1, 2], "expected an object .* got a list"),
+        ("w1", "expected an object .* got a str"),
         ({"input_ids": [1, "a"]}, "must be numbers"),
-        ({"input_ids": [1.5]}, "whole numbers"),
-        ({"input_ids": [True]}, "whole numbers"),
+        ({"input_ids": [1.5]}, "must be integers"),
+        ({"input_ids": [True]}, "must be integers"),
         ({"input_ids": [-100, 3]}, "token id -100 is negative"),
     ],
 )
@@ -447,7 +447,7 @@ def test_lines_that_are_no_json_are_named(tmp_path: Path, line: bytes) -> None:
 def test_a_named_column_is_read_and_nothing_else() -> None:
     dataset = [{"body": "w1", "text": "w2", "input_ids": [9]}]
     assert rows(take(dataset, text_column="body")) == [[3]]
-    with pytest.raises(DataError, match="sample 0: none of the columns title"):
+    with pytest.raises(DataError, match="sample 0: expected one of the columns title"):
         take(dataset, text_column="title")
 
 
@@ -460,11 +460,11 @@ def test_token_ids_outside_the_vocabulary_are_named() -> None:
 @pytest.mark.parametrize(
     ("dataset", "told"),
     [
-        (None, "a NoneType is no calibration data"),
-        (7, "a int is no calibration data"),
+        (None, "a NoneType is not calibration data"),
+        (7, "a int is not calibration data"),
         ([1, 2, 3], "one sample: put it into a list"),
         (torch.arange(3), r"must be \(samples, seq\)"),
-        (torch.zeros(2, 2), "whole numbers"),
+        (torch.zeros(2, 2), "must be integers"),
         ([object()], "sample 0 is a object"),
         ("some text to calibrate with", "there is no file"),
         ("missing.jsonl", "there is no file 'missing.jsonl'"),
@@ -473,7 +473,7 @@ def test_token_ids_outside_the_vocabulary_are_named() -> None:
         ({"text": ["a"], "n": [1, 2]}, "columns of equal length"),
         (
             DataLoader(TensorDataset(torch.tensor(IDS), torch.ones(10, 3))),
-            "batch 0: 2 tensors in a list",
+            "batch 0: a list of 2 tensors",
         ),
         (DataLoader(IDS, batch_size=2), "default collate_fn"),  # type: ignore[arg-type]
         (
@@ -526,9 +526,7 @@ def test_counts_start_at_one(option: str) -> None:
 def test_counts_are_whole_numbers(option: str, value: Any) -> None:
     if (option, value) == ("batch_tokens", None):
         return  # which is its default
-    with pytest.raises(
-        DataError, match=re.escape(f"{option} must be a whole number, got {value!r}")
-    ):
+    with pytest.raises(DataError, match=re.escape(f"{option} must be an integer, got {value!r}")):
         take(TEXTS, shuffle=True, **{option: value})
 
 
@@ -538,10 +536,10 @@ def test_counts_of_numpy_are_taken() -> None:
 
 
 def test_seeds_that_torch_does_not_take() -> None:
-    with pytest.raises(DataError, match="seed must be a number of 64 bits"):
+    with pytest.raises(DataError, match="seed must be a 64-bit integer"):
         take(TEXTS, seed=2**64)
 
 
 def test_the_argument_is_called_as_oneshot_calls_it() -> None:
-    with pytest.raises(DataError, match="splits='train' goes with"):
+    with pytest.raises(DataError, match="splits='train' needs"):
         take(TEXTS, split="train")

@@ -217,8 +217,8 @@ def test_tokenizers_that_are_written_differently_are_equal(source: Path, tmp_pat
         ([[5, 6]], {"max_seq_length": 1}, "none has a second token"),
         ([[5, 128]], {}, "128"),
         ([[5, 6]], {"num_samples": 0}, "num_samples must be at least 1"),
-        ([[5, 6]], {"split": "test"}, "split='test' goes with"),
-        (["a text"], {}, "has no tokenizer that loads"),
+        ([[5, 6]], {"split": "test"}, "split='test' needs"),
+        (["a text"], {}, "cannot be loaded"),
     ],
 )
 def test_data_that_cannot_be_scored(

@@ -1,1 +1,1 @@
-"""Calibration data: from files, datasets and loaders to token ids."""
+"""Calibration data: turns files, datasets and loaders into token ids."""

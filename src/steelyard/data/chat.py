@@ -1,9 +1,8 @@
-"""Chat templates of a checkpoint, rendered where they can be stopped.
+"""Renders a checkpoint's chat template in a subprocess, with limits on time and memory.
 
-A template is a program of whoever made the checkpoint. transformers keeps it from files and from
-other objects, but not from loops without end or from numbers and texts without bounds, so it runs
-in a process of its own, with a limit on its time and memory. That process lives as long as there
-are messages; it takes a second or two to start.
+A template is code written by the author of the checkpoint. transformers sandboxes it from files and
+other objects, but does not stop endless loops or unbounded strings. The subprocess takes a second
+or two to start, and is kept for all conversations.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from steelyard.errors import DataError
 
 __all__ = ["ChatRenderer"]
 
-SECONDS = 10.0  # that the processor may take for one conversation
+SECONDS = 10.0  # CPU time per conversation
 LONGEST = 1 << 26  # characters of a rendered conversation
-MEMORY = 4 << 30  # bytes, addresses that libraries only reserve among them
+MEMORY = 4 << 30  # bytes of address space, including what libraries only reserve
 
 _CHILD = """
 import json, sys
@@ -67,8 +66,8 @@ class ChatRenderer:
         self._process: subprocess.Popen[str] | None = None
 
     def render(self, messages: Sequence[Any]) -> str:
-        """Return the text of a conversation; whatever is wrong with it or the template raises."""
-        if not self._is_usual:  # its own code, which takes no template
+        """Return the text of a conversation; raise if it or the template is faulty."""
+        if not self._is_usual:  # the tokenizer has its own code and takes no template
             return str(self.tokenizer.apply_chat_template(list(messages), tokenize=False))
         template = self.tokenizer.get_chat_template()
         tokens = {k: str(v) for k, v in self.tokenizer.special_tokens_map.items()}
@@ -83,17 +82,17 @@ class ChatRenderer:
             self._process = self._start()
         process = self._process
         assert process.stdin is not None and process.stdout is not None
-        said = ""
+        reply = ""
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(f"{line}\n")
             process.stdin.flush()
-            said = process.stdout.readline()
-        if not said:
+            reply = process.stdout.readline()
+        if not reply:
             self._process = None
             raise DataError(
-                f"it takes longer than {SECONDS:.0f} s, or more than {MEMORY >> 30} GiB of memory"
+                f"it needs more than {SECONDS:.0f} s, or more than {MEMORY >> 30} GiB of memory"
             )
-        answer: dict[str, Any] = json.loads(said)
+        answer: dict[str, Any] = json.loads(reply)
         return answer
 
     def _start(self) -> subprocess.Popen[str]:
@@ -117,7 +116,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Return what JSON does not know, such as numbers and arrays of numpy, as something it does."""
+    """Convert a value that JSON cannot encode, such as a numpy array."""
     if hasattr(value, "tolist"):
         return value.tolist()
     return f"<{type(value).__name__}>"

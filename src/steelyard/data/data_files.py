@@ -1,4 +1,4 @@
-"""Calibration data in files, of which only what is needed is read."""
+"""Reads calibration data from text, JSON Lines and parquet files, and only the rows it needs."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from steelyard.foreign import reason_of
 
 __all__ = ["JsonLines", "Parquet", "TextFile", "optional"]
 
-BLOCK = 2**16  # characters of text that are tokenized at once
-SCAN = 2**24  # bytes that are searched for line ends at once
-LINE = 2**28  # bytes that a line of JSON may have
+BLOCK = 2**16  # characters of text tokenized at once
+SCAN = 2**24  # bytes searched for line ends at once
+LINE = 2**28  # longest line of JSON, in bytes
 
 Row = tuple[str, Any]
-"""How errors call a row, and the row."""
+"""The location of a row, for messages, and the row."""
 
 
 def optional(module: str, purpose: str) -> Any:
-    """Import a package that not everyone needs."""
+    """Import an optional dependency."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError:
@@ -37,10 +37,9 @@ def optional(module: str, purpose: str) -> Any:
 
 
 class TextFile:
-    """Text cut into pieces of `reader.text_length` tokens, from the start of the file.
+    """Text, split into pieces of `reader.text_length` tokens across paragraphs.
 
-    Paragraphs are not kept apart. Each piece starts with the token that the tokenizer puts before
-    a text, if it has one, because models see it there.
+    Each piece starts with the tokenizer's BOS token, if it adds one, as in training.
     """
 
     def __init__(self, path: Path, reader: RowReader) -> None:
@@ -68,7 +67,7 @@ class TextFile:
         return start if starts and self._reader.text_length > 1 else []
 
     def _blocks(self) -> Iterator[str]:
-        """Yield the text in blocks that end where a paragraph does, or else a line or a word."""
+        """Yield the text in blocks that end at a paragraph, else at a line, else at a word."""
         rest, lines = "", 1
         with self._path.open(encoding="utf-8-sig") as file:
             while True:
@@ -131,7 +130,7 @@ class JsonLines:
                 starts.append(ends + offset + 1)
                 offset += len(block)
         found = np.concatenate(starts)
-        return found[found < offset]  # what follows the last line end is no line
+        return found[found < offset]  # no line starts after a final line end
 
     def _row(self, line: bytes, number: int) -> Row:
         where = f"{self.name}:{number}"
@@ -148,21 +147,21 @@ class JsonLines:
             raise DataError(f"{where}: not JSON ({reason}); write one object per line") from None
         if not isinstance(row, dict):
             raise DataError(
-                f"{where}: a {type(row).__name__}, where an object with text or messages is needed"
+                f"{where}: expected an object with text or messages, got a {type(row).__name__}"
             )
         return where, row
 
 
 class Parquet:
-    """The rows of a parquet file; only the columns that are needed are read."""
+    """The rows of a parquet file; reads only the columns it needs."""
 
     def __init__(self, path: Path, columns: Sequence[str]) -> None:
         self.name = str(path)
         parquet = optional("pyarrow.parquet", str(path))
         try:
             present = parquet.ParquetFile(path).schema_arrow.names
-            # As stored, one value of many rows takes its memory once: a small file with a text of
-            # 500 MB in each of 1,000 rows would else end the process.
+            # A dictionary holds a repeated value once. Without it, a small file that repeats a text
+            # of 500 MB in 1,000 rows would exhaust memory.
             leaves = self._leaves(parquet.ParquetFile(path), columns)
             self._file = parquet.ParquetFile(path, read_dictionary=leaves)
         except (ValueError, OSError) as error:  # pyarrow's ArrowInvalid is one
@@ -170,14 +169,14 @@ class Parquet:
         self._columns = [name for name in (*columns, "attention_mask") if name in present]
         if not any(name in present for name in columns):
             raise DataError(
-                f"{path}: none of the columns {', '.join(columns)} is there, only: "
+                f"{path}: expected one of the columns {', '.join(columns)}, got: "
                 f"{columns_text(present)}; name the one to read with text_column="
             )
         self._check_sizes()
 
     @staticmethod
     def _leaves(file: Any, columns: Sequence[str]) -> list[str]:
-        """Return the paths of texts within the columns."""
+        """Return the paths of string fields within the columns."""
         stored = (file.schema.column(i) for i in range(len(file.schema)))
         return [
             c.path
@@ -186,7 +185,7 @@ class Parquet:
         ]
 
     def _check_sizes(self) -> None:
-        """Refuse a row group that does not fit into memory; pyarrow would end the process."""
+        """Refuse a row group that does not fit into memory; pyarrow would crash the process."""
         metadata, most = self._file.metadata, psutil.virtual_memory().available // 4
         for number in range(metadata.num_row_groups):
             group = metadata.row_group(number)
@@ -198,9 +197,9 @@ class Parquet:
             )
             if size > most:
                 raise DataError(
-                    f"{self.name}: row group {number} has {size:,} bytes in the columns that are "
-                    f"read, and there is memory for {most:,}; write the file with smaller row "
-                    "groups, or give a part of it"
+                    f"{self.name}: row group {number} has {size:,} bytes in the columns to read, "
+                    f"but there is memory for {most:,}; write the file with smaller row groups, "
+                    "or pass a part of it"
                 )
 
     def __len__(self) -> int:
@@ -219,7 +218,7 @@ class Parquet:
                 index += 1
 
     def fetch(self, indices: Sequence[int]) -> Iterator[Row]:
-        """Yield the rows in the order asked for; each row group is read once."""
+        """Yield rows in the requested order; read each row group once."""
         metadata = self._file.metadata
         sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
         ends = np.cumsum(sizes)
@@ -235,12 +234,12 @@ class Parquet:
             yield self._where(index), rows[index]
 
     def _row(self, table: Any, place: int) -> Any:
-        with self._readable():  # bytes that are no UTF-8 are noticed here
+        with self._readable():  # invalid UTF-8 is detected here
             return table.slice(place, 1).to_pylist()[0]
 
     @contextlib.contextmanager
     def _readable(self) -> Iterator[None]:
-        """Turn what pyarrow says of a damaged page into an error that names the file."""
+        """Turn pyarrow's error on a damaged page into one that names the file."""
         try:
             yield
         except (ValueError, OSError) as error:

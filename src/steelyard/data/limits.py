@@ -1,4 +1,4 @@
-"""How many samples, how long, and which: the numbers that choose calibration data."""
+"""Checks the numeric options of calibration data: count, length, batch size and seed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from steelyard.errors import DataError
 
 __all__ = ["check_numbers", "learned_positions"]
 
-SEEDS = range(-(2**63), 2**64)  # what torch takes
-SPARE = 8  # rows that a table of positions may have beyond them, as OPT's two
+SEEDS = range(-(2**63), 2**64)  # the range that torch accepts
+SPARE = 8  # extra rows that a position embedding may have, such as OPT's two
 
 
 def check_numbers(
@@ -23,7 +23,7 @@ def check_numbers(
     batch_tokens: Any = None,
     seed: Any = 0,
 ) -> None:
-    """Raise a DataError unless all are whole numbers in their range; None is no number."""
+    """Raise a DataError unless all are integers in their range."""
     counts = {
         "num_calibration_samples": num_calibration_samples,
         "max_seq_length": max_seq_length,
@@ -31,16 +31,16 @@ def check_numbers(
         "batch_tokens": 1 if batch_tokens is None else batch_tokens,
     }
     for name, value in counts.items():
-        if _whole(name, value) < 1:
+        if _integer(name, value) < 1:
             raise DataError(f"{name} must be at least 1, got {value}")
-    if _whole("seed", seed) not in SEEDS:
-        raise DataError(f"seed must be a number of 64 bits, got {seed}")
+    if _integer("seed", seed) not in SEEDS:
+        raise DataError(f"seed must be a 64-bit integer, got {seed}")
 
 
-def _whole(name: str, value: Any) -> int:
+def _integer(name: str, value: Any) -> int:
     remedies = {
-        "num_calibration_samples": "; a number larger than the dataset takes all of it",
-        "seed": "; leave it out for the default, 0",
+        "num_calibration_samples": "; pass a number larger than the dataset to use all of it",
+        "seed": "; omit it for the default, 0",
     }
     try:
         if isinstance(value, bool):
@@ -48,14 +48,14 @@ def _whole(name: str, value: Any) -> int:
         return operator.index(value)
     except TypeError:
         remedy = remedies.get(name, "")
-        raise DataError(f"{name} must be a whole number, got {value!r}{remedy}") from None
+        raise DataError(f"{name} must be an integer, got {value!r}{remedy}") from None
 
 
 def learned_positions(model: Any) -> int | None:
-    """Return how many positions a model has learned; None where they are computed, as rotary ones.
+    """Return the number of learned positions; None if they are computed, such as rotary ones.
 
-    A table of positions is an embedding beside that of the tokens, with a row for each position of
-    the config.
+    A position embedding is an Embedding other than that of the tokens, with one row for each
+    position of the config.
     """
     config = model.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None)

@@ -1,4 +1,4 @@
-"""From what a user calls a dataset to rows that can be taken in order or by index."""
+"""Opens a dataset of any supported kind as rows, in order or by index."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from steelyard.data.tokens import RowReader
 from steelyard.errors import DataError
 from steelyard.foreign import reason_of
 
-__all__ = ["Indexed", "Source", "open_source"]
+__all__ = ["IndexedRows", "Rows", "open_rows"]
 
 FILES = {
     ".txt": "text",
@@ -31,7 +31,7 @@ FILES = {
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
-class Source(Protocol):
+class Rows(Protocol):
     """Rows in order."""
 
     name: str
@@ -40,8 +40,8 @@ class Source(Protocol):
 
 
 @runtime_checkable
-class Indexed(Protocol):
-    """Rows that can be chosen by their index before they are read."""
+class IndexedRows(Protocol):
+    """Rows that can be selected by index before they are read."""
 
     name: str
 
@@ -50,8 +50,8 @@ class Indexed(Protocol):
     def fetch(self, indices: Sequence[int]) -> Iterator[Row]: ...
 
 
-class Items:
-    """Anything with a length and items by index."""
+class SequenceRows:
+    """The items of any object with a length and an index."""
 
     def __init__(self, items: Any, name: str) -> None:
         self.name = name
@@ -68,8 +68,8 @@ class Items:
             yield f"{self.name}, sample {index}", self._items[index]
 
 
-class Table:
-    """The rows of a pandas DataFrame, or the values of a Series, by their position."""
+class FrameRows:
+    """The rows of a pandas DataFrame, or the values of a Series, by position."""
 
     def __init__(self, frame: Any) -> None:
         self._frame = frame
@@ -82,8 +82,8 @@ class Table:
         return dict(row.items()) if self._frame.ndim == 2 else row
 
 
-class Stream:
-    """Anything that can only be gone through."""
+class IterableRows:
+    """The items of any other iterable, in order."""
 
     def __init__(self, rows: Iterable[Any], name: str) -> None:
         self.name = name
@@ -96,29 +96,29 @@ class Stream:
             where = f"{self.name}, {kind} {index}"
             if default and _is_transposed(row):
                 raise DataError(
-                    f"{where}: the loader's default collate_fn turns lists on their side; give "
-                    "it collate_fn=list, or tensors"
+                    f"{where}: the loader's default collate_fn transposes lists; pass it "
+                    "collate_fn=list, or tensors"
                 )
             yield where, row
 
 
-def open_source(dataset: Any, split: str | None, shuffle: bool, reader: RowReader) -> Source:
-    """Return the rows of a dataset; see `load_samples` for what it may be."""
+def open_rows(dataset: Any, split: str | None, shuffle: bool, reader: RowReader) -> Rows:
+    """Return the rows of a dataset; `load_samples` lists the supported kinds."""
     if isinstance(dataset, (str, Path)):
         return _named(dataset, split, shuffle, reader)
     if isinstance(dataset, Mapping) and _is_from_datasets(dataset):
         return _collection(_pick(dataset, split), "the dataset")
     if split is not None:
         raise DataError(
-            f"splits={split!r} goes with a dataset's name or a DatasetDict; a "
+            f"splits={split!r} needs the name of a dataset or a DatasetDict; a "
             f"{type(dataset).__name__} has no splits"
         )
     return _collection(dataset, f"the {type(dataset).__name__}")
 
 
-def _collection(dataset: Any, name: str) -> Source:
+def _collection(dataset: Any, name: str) -> Rows:
     if isinstance(dataset, Mapping):
-        return Items(_by_row(dataset), name)
+        return SequenceRows(_by_row(dataset), name)
     if isinstance(dataset, (torch.Tensor, np.ndarray)) and dataset.ndim != 2:
         raise DataError(
             f"token ids must be (samples, seq), got a tensor of shape {tuple(dataset.shape)}"
@@ -126,16 +126,16 @@ def _collection(dataset: Any, name: str) -> Source:
     if isinstance(dataset, (list, tuple)) and dataset and isinstance(dataset[0], int):
         raise DataError("a list of numbers is one sample: put it into a list of samples")
     kind = type(dataset)
-    if hasattr(kind, "iloc"):  # what pandas takes in brackets is a label
-        dataset = Table(dataset)
-        kind = Table
+    if hasattr(kind, "iloc"):  # pandas' own brackets take a label
+        dataset = FrameRows(dataset)
+        kind = FrameRows
     by_index = hasattr(kind, "__len__") and hasattr(kind, "__getitem__")
     if by_index and not isinstance(dataset, IterableDataset):
-        return Items(dataset, name)
+        return SequenceRows(dataset, name)
     if isinstance(dataset, Iterable):
-        return Stream(dataset, name)
+        return IterableRows(dataset, name)
     raise DataError(
-        f"a {kind.__name__} is no calibration data: give a file (.txt, .jsonl, .parquet), a "
+        f"a {kind.__name__} is not calibration data: pass a file (.txt, .jsonl, .parquet), a "
         "dataset or its name, a list of texts, token ids or a DataLoader"
     )
 
@@ -143,11 +143,11 @@ def _collection(dataset: Any, name: str) -> Source:
 # -- files and names --------------------------------------------------------------------------
 
 
-def _named(dataset: str | Path, split: str | None, shuffle: bool, reader: RowReader) -> Source:
+def _named(dataset: str | Path, split: str | None, shuffle: bool, reader: RowReader) -> Rows:
     path = Path(dataset)
     try:
         is_file, is_folder = path.is_file(), path.is_dir()
-    except (OSError, ValueError):  # too long or with a NUL: a text, not a name
+    except (OSError, ValueError):  # too long, or with a NUL: a text, not a name
         is_file = is_folder = False
     known = path.suffix.lower() in FILES and path.suffix != ""
     if not is_file:
@@ -156,10 +156,10 @@ def _named(dataset: str | Path, split: str | None, shuffle: bool, reader: RowRea
             return _from_datasets(name, split, shuffle)
         shown = name if len(name) <= 80 else f"{name[:77]}..."
         raise DataError(
-            f"there is no file {shown!r}: give a file, the name of a dataset, or a list of texts"
+            f"there is no file {shown!r}: pass a file, the name of a dataset, or a list of texts"
         )
     if split is not None:
-        raise DataError(f"splits={split!r} goes with a dataset's name; {path} is a file")
+        raise DataError(f"splits={split!r} needs the name of a dataset; {path} is a file")
     form = FILES.get(path.suffix.lower())
     if form == "text":
         return TextFile(path, reader)
@@ -168,13 +168,13 @@ def _named(dataset: str | Path, split: str | None, shuffle: bool, reader: RowRea
     if form == "parquet":
         return Parquet(path, reader.columns)
     raise DataError(
-        f"{path}: files of type {path.suffix} are not read, only "
+        f"{path}: cannot read files of type {path.suffix}, only "
         f"{', '.join(suffix for suffix in FILES if suffix)}"
     )
 
 
-def _from_datasets(name: str, split: str | None, shuffle: bool) -> Source:
-    """Load by name: as a stream where the first rows are asked for, else as a whole."""
+def _from_datasets(name: str, split: str | None, shuffle: bool) -> Rows:
+    """Load a dataset by name; stream it if only the first rows are needed."""
     datasets = optional("datasets", f"the dataset {name!r}")
     try:
         if split is None:
@@ -185,7 +185,7 @@ def _from_datasets(name: str, split: str | None, shuffle: bool) -> Source:
         raise
     except Exception as error:  # many kinds: no such name, no network, a missing config
         raise DataError(
-            f"the dataset {name!r} cannot be loaded: {reason_of(error)}; where it needs more "
+            f"the dataset {name!r} cannot be loaded: {reason_of(error)}; if it needs more "
             "than a name and a split, load it yourself and pass the object"
         ) from error
     return _collection(loaded, f"{name} ({split})")
@@ -237,7 +237,7 @@ def _by_row(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _is_transposed(batch: Any) -> bool:
-    """Whether default_collate made this of lists: one tensor (batch) per position."""
+    """Whether default_collate has transposed lists: one tensor (batch) per position."""
     if isinstance(batch, Mapping):
         return "messages" in batch or _is_transposed(batch.get("input_ids"))
     return isinstance(batch, (list, tuple)) and any(

@@ -1,4 +1,4 @@
-"""Calibration data: which samples are taken, and how they are put into batches."""
+"""Selects calibration samples and batches them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from steelyard.data.data_files import Row
 from steelyard.data.limits import check_numbers
-from steelyard.data.rows import Indexed, Source, open_source
+from steelyard.data.rows import IndexedRows, Rows, open_rows
 from steelyard.data.tokens import RowReader
 from steelyard.errors import DataError
 from steelyard.words import count
@@ -22,7 +22,7 @@ __all__ = ["HARDLY_ANY_TOKENS", "Samples", "load_samples"]
 
 FEW_TOKENS = 1024
 HARDLY_ANY_TOKENS = 32
-MORE = 16  # rows that are fetched at once to make up for empty ones
+MORE = 16  # rows fetched at once to replace empty ones
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ class Samples:
     description: str
 
     def shortage(self) -> str | None:
-        """Return a warning where there are too few tokens to stand for what the model will see."""
+        """Return a warning if there are too few tokens to represent the model's use."""
         if self.num_tokens >= FEW_TOKENS:
             return None
         tokens = "1 token" if self.num_tokens == 1 else f"{self.num_tokens} tokens"
         return (
-            f"calibrating on {tokens} only: scales and rounding will fit those and little else; "
-            f"use {FEW_TOKENS} at the very least, better hundreds of samples"
+            f"calibrating on {tokens} only: scales and rounding will overfit; "
+            f"use at least {FEW_TOKENS}, better hundreds of samples"
         )
 
 
@@ -63,19 +63,19 @@ def load_samples(
     vocab_size: int | None = None,
     max_positions: int | None = None,
 ) -> Samples:
-    """Take samples from a dataset.
+    """Load calibration samples from a dataset.
 
     dataset:      a file (.txt, .jsonl, .parquet); the name of a dataset on the hub or a folder,
                   or a dataset object; a DataFrame; a list of texts; token ids (samples, seq), or a
                   list of lists; mappings with `input_ids` and `attention_mask`; a DataLoader of any
                   of these. Rows may have a text column, or `messages` for the chat template.
     tokenizer:    called when the first text has to be tokenized
-    shuffle:      take rows by a permutation that depends on `seed` only. What cannot be chosen
-                  by index (text files, streams, loaders) gives its first samples.
-    batch_tokens: fill batches up to this many tokens, whatever `batch_size` says
-    vocab_size:   refuse token ids that are not below it
-    max_positions: the longest sample that the model can run; texts are cut to it, and token ids
-                  that max_seq_length leaves longer are refused
+    shuffle:      pick rows by a permutation that depends on `seed` only. Sources without an index
+                  (text files, streams, loaders) give their first samples.
+    batch_tokens: fill batches up to this many tokens, instead of `batch_size` samples
+    vocab_size:   refuse token ids at or above it
+    max_positions: the longest sample that the model can run; texts are truncated to it, longer
+                  token ids are refused
     """
     check_numbers(
         num_calibration_samples=num_calibration_samples,
@@ -85,20 +85,20 @@ def load_samples(
         seed=seed,
     )
     reader = RowReader(tokenizer, max_seq_length, text_column, vocab_size, max_positions)
-    source = open_source(dataset, split, shuffle, reader)
-    by_index = shuffle and isinstance(source, Indexed)
+    source = open_rows(dataset, split, shuffle, reader)
+    by_index = shuffle and isinstance(source, IndexedRows)
     rows = _shuffled(source, num_calibration_samples, seed) if by_index else iter(source)
     samples, empty = _take(rows, reader, num_calibration_samples)
     if not samples:
-        what = f"its {empty} samples are empty" if empty else "it is empty"
-        raise DataError(f"{source.name} holds no calibration data: {what}")
+        reason = f"its {empty} samples are empty" if empty else "it is empty"
+        raise DataError(f"{source.name} holds no calibration data: {reason}")
     num_tokens = sum(len(ids) for ids in samples)
     return Samples(
         _batched(samples, batch_size, batch_tokens),
         len(samples),
         num_tokens,
         _describe(source, len(samples), num_calibration_samples, num_tokens, empty)
-        + _cut(max_seq_length, max_positions),
+        + _truncation(max_seq_length, max_positions),
     )
 
 
@@ -110,7 +110,7 @@ def _shuffled(source: Any, wanted: int, seed: int) -> Iterator[Row]:
 
 
 def _take(rows: Iterator[Row], reader: RowReader, wanted: int) -> tuple[list[torch.Tensor], int]:
-    """Return the first samples that are not empty, and how many empty ones were met."""
+    """Return the first non-empty samples, and the number of empty ones skipped."""
     samples: list[torch.Tensor] = []
     empty = 0
     for where, row in rows:
@@ -127,7 +127,7 @@ def _take(rows: Iterator[Row], reader: RowReader, wanted: int) -> tuple[list[tor
 def _batched(
     samples: list[torch.Tensor], batch_size: int, batch_tokens: int | None
 ) -> list[torch.Tensor]:
-    """Put samples of equal length together; a batch stands where its first sample does."""
+    """Batch samples of equal length; batches are in the order of their first samples."""
     batches: list[list[torch.Tensor]] = []
     filling: dict[int, list[torch.Tensor]] = {}
     for ids in samples:
@@ -142,14 +142,14 @@ def _batched(
     return [torch.stack(batch) for batch in batches]
 
 
-def _describe(source: Source, taken: int, wanted: int, num_tokens: int, empty: int) -> str:
-    told = f"{count(taken, 'sample')} with {count(num_tokens, 'token')} from {source.name}"
+def _describe(source: Rows, taken: int, wanted: int, num_tokens: int, empty: int) -> str:
+    text = f"{count(taken, 'sample')} with {count(num_tokens, 'token')} from {source.name}"
     if taken < wanted:
-        told += f"; {wanted} were asked for, but it has no more"
-    return f"{told}; skipped {count(empty, 'empty one')}" if empty else told
+        text += f"; {wanted} were requested, but it has no more"
+    return f"{text}; skipped {count(empty, 'empty one')}" if empty else text
 
 
-def _cut(max_seq_length: int, max_positions: int | None) -> str:
+def _truncation(max_seq_length: int, max_positions: int | None) -> str:
     if max_positions is None or max_seq_length <= max_positions:
         return ""
-    return f"; texts are cut to the {max_positions} positions of the model, not {max_seq_length}"
+    return f"; truncated to the model's {max_positions} positions, not {max_seq_length}"

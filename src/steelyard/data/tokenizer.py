@@ -1,4 +1,4 @@
-"""The tokenizer that belongs to a model."""
+"""Loads the tokenizer of a model."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _FILES = ["*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja"]
 
 
 def checked_tokenizer(given: Any, source: Source, trust_remote_code: bool = False) -> Any:
-    """Return the tokenizer that was given, or the folder of one that loads.
+    """Return the given tokenizer, or its folder after a test load.
 
-    given: an object, a folder, or a name on the hub, which is fetched; None stays None
+    given: an object, a folder, or a name on the hub, which is downloaded; None stays None
     """
     if given is None or not isinstance(given, (str, Path)):
         return given
@@ -30,17 +30,17 @@ def checked_tokenizer(given: Any, source: Source, trust_remote_code: bool = Fals
             folder = Path(snapshot_download(str(given), allow_patterns=_FILES))
         except Exception as error:
             raise DataError(
-                f"the tokenizer {str(given)!r} is neither a folder here nor one that could be "
-                f"fetched ({reason_of(error)}); pass tokenizer= with the folder of one"
+                f"the tokenizer {str(given)!r} is not a folder, and it cannot be downloaded from "
+                f"the hub ({reason_of(error)}); pass tokenizer= with a folder"
             ) from None
     tokenizer_of(folder, source, trust_remote_code)
     return folder
 
 
 def tokenizer_of(given: Any, source: Source, trust_remote_code: bool = False) -> Any:
-    """Return the tokenizer that was given, or loaded from where it says, or from the model.
+    """Return the given tokenizer object, or load it from the given folder, else from the model's.
 
-    trust_remote_code: run code that the folder brings; without it transformers would ask on stdin
+    trust_remote_code: run code that ships with the folder
     """
     from transformers import AutoTokenizer
 
@@ -49,20 +49,20 @@ def tokenizer_of(given: Any, source: Source, trust_remote_code: bool = False) ->
     folder = given or (source.shards.folder if source.shards is not None else None)
     folder = folder or getattr(source.model, "name_or_path", "") or None
     if folder is None:
-        raise DataError("text must be tokenized, and the model came without: pass tokenizer=")
+        raise DataError("the dataset holds text, but the model has no tokenizer: pass tokenizer=")
     check_kinds(Path(folder))
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
-    except BaseException as error:  # any kind: files of wrong types, and panics of tokenizers
+    except BaseException as error:  # malformed files raise anything, and tokenizers panics
         if not trust_remote_code and "custom code" in str(error):
             raise DataError(
-                f"the tokenizer of {folder} is code that comes with the model, which is not run "
-                "unless you ask for it; pass tokenizer=, or token ids as the dataset, or "
+                f"the tokenizer of {folder} is custom code, which does not run unless you allow "
+                "it; pass tokenizer=, or token ids as the dataset, or "
                 "trust_remote_code_model=True if you trust it"
             ) from None
         raise DataError(
-            f"{folder} has no tokenizer that loads ({reason_of(error)}); pass "
+            f"the tokenizer of {folder} cannot be loaded ({reason_of(error)}); pass "
             "tokenizer=, or token ids as the dataset"
         ) from None

@@ -1,4 +1,4 @@
-"""One row of calibration data to the token ids of its samples, without padding."""
+"""Turns one row of calibration data into the token ids of its samples, without padding."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 __all__ = ["RowReader", "columns_text", "unpadded"]
 
-CHARACTERS = 32  # of a text that are tokenized at first, for each token that is kept
-SPARE = 16  # tokens beyond those kept: the last ones may change when the text goes on
+CHARACTERS = 32  # characters of a text tokenized at first, per token kept
+SPARE = 16  # extra tokens, since the last ones may change when more text follows
 
 
 @dataclass(frozen=True)
 class RowReader:
     """Reads rows of text, of chat messages and of token ids.
 
-    A row is one sample or a batch of them: text, token ids (seq) or (batch, seq), a mapping with
-    `input_ids` and perhaps `attention_mask`, with the text column, or with `messages`.
+    A row is one sample or a batch of them: text, token ids (seq) or (batch, seq), or a mapping with
+    `input_ids` and optionally `attention_mask`, with the text column, or with `messages`.
 
-    get_tokenizer: called once, when the first text comes
+    get_tokenizer: called once, for the first text
     vocab_size:    token ids must be below it
     max_positions: the longest sample that the model can run
     """
@@ -43,7 +43,7 @@ class RowReader:
 
     @property
     def text_length(self) -> int:
-        """The number of tokens that are kept of a text."""
+        """Maximum number of tokens of a text."""
         return min(self.max_seq_length, self.max_positions or self.max_seq_length)
 
     @cached_property
@@ -56,15 +56,15 @@ class RowReader:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns that a row may have, in the order in which they are looked for."""
-        if self.text_column != "text":  # asked for, so nothing else will do
+        """Columns to look for in a row, in order of preference."""
+        if self.text_column != "text":  # requested by the user, so no other will do
             return (self.text_column,)
         return ("input_ids", "text", "messages")
 
     def samples(self, row: Any, where: str) -> Iterator[torch.Tensor]:
-        """Yield the samples of a row, (seq) int64 each, cut to max_seq_length; some may be empty.
+        """Yield the samples of a row, (seq) int64 each, truncated to max_seq_length; may be empty.
 
-        where: how errors call the row
+        where: the location of the row, for messages
         """
         for ids in self._ids(row, where):
             yield self._checked(ids[: self.max_seq_length], where)
@@ -73,21 +73,21 @@ class RowReader:
         """Return all token ids of a text."""
         tokenizer = self.tokenizer
         try:
-            # verbose: that a text is longer than the model's context is no news here
+            # verbose=False: no warning about texts longer than the model's context
             encoded = tokenizer(text, add_special_tokens=special, verbose=False)
             return list(encoded["input_ids"])
         except (KeyboardInterrupt, SystemExit, MemoryError):
             raise
-        except BaseException as error:  # any kind, such as a panic of tokenizers
+        except BaseException as error:  # a panic of tokenizers is no Exception
             raise DataError(
-                f"the tokenizer does not encode the text {show(text)} ({reason_of(error)}); remove "
-                "it from the data, or look at the tokenizer's files"
+                f"the tokenizer cannot encode the text {show(text)} ({reason_of(error)}); remove "
+                "it from the data, or check the tokenizer's files"
             ) from error
 
     def _start(self, text: str, special: bool = True) -> list[int]:
-        """Return the token ids that are kept of a text, without reading on where it is long.
+        """Return the first token ids of a text, without tokenizing all of a long one.
 
-        Token ids count as those of the whole text when twice as much of it starts with them too.
+        Token ids are accepted when twice as much text starts with the same ones.
         """
         wanted, length = self.text_length, CHARACTERS * self.text_length
         before: list[int] = []
@@ -110,7 +110,7 @@ class RowReader:
         elif isinstance(row, (list, tuple)) and row and not _is_number(row[0]):
             if len(row) > 1 and all(isinstance(r, torch.Tensor) and r.ndim > 1 for r in row):
                 raise DataError(
-                    f"{where}: {len(row)} tensors in a list may be anything; give a mapping with "
+                    f"{where}: a list of {len(row)} tensors is ambiguous; pass a mapping with "
                     "input_ids and attention_mask"
                 )
             for item in row:
@@ -127,7 +127,7 @@ class RowReader:
         if column is None:
             found = columns_text(row)
             raise DataError(
-                f"{where}: none of the columns {', '.join(self.columns)} is there, only: {found}; "
+                f"{where}: expected one of the columns {', '.join(self.columns)}, got: {found}; "
                 "name the one to read with text_column="
             )
         if column == "input_ids":
@@ -136,17 +136,17 @@ class RowReader:
             yield from self._ids(row[column], where)
         else:
             kind = type(row[column]).__name__
-            raise DataError(f"{where}: the column {column!r} holds a {kind}; text is needed")
+            raise DataError(f"{where}: expected text in column {column!r}, got a {kind}")
 
     def _chat(self, messages: Any, where: str) -> list[int]:
         try:
             text = self._renderer.render(list(messages))
         except Exception as error:  # whatever a template raises about these messages
             raise DataError(
-                f"{where}: the messages do not go through the tokenizer's chat template: "
+                f"{where}: the tokenizer's chat template cannot render the messages: "
                 f"{reason_of(error)}"
             ) from error
-        return self._start(text, special=False)  # the template has written them
+        return self._start(text, special=False)  # the template adds special tokens
 
     def _checked(self, ids: torch.Tensor, where: str) -> torch.Tensor:
         if ids.numel() == 0:
@@ -154,12 +154,12 @@ class RowReader:
         if self.max_positions is not None and len(ids) > self.max_positions:
             raise DataError(
                 f"{where}: {len(ids)} tokens are more than the {self.max_positions} positions of "
-                f"the model; pass max_seq_length={self.max_positions} to cut them off"
+                f"the model; pass max_seq_length={self.max_positions} to truncate them"
             )
         low, high = int(ids.min()), int(ids.max())
         if low < 0:
             raise DataError(
-                f"{where}: token id {low} is negative; if it marks padding, cut it off or give an "
+                f"{where}: token id {low} is negative; if it marks padding, remove it or pass an "
                 "attention_mask"
             )
         if self.vocab_size is not None and high >= self.vocab_size:
@@ -181,7 +181,7 @@ def columns_text(columns: Iterable[object]) -> str:
 
 
 def unpadded(ids: torch.Tensor, mask: torch.Tensor, where: str) -> torch.Tensor:
-    """Return what the mask keeps of one sample, (seq) -> (kept).
+    """Return the tokens of one sample that the mask keeps, (seq) -> (kept).
 
     >>> unpadded(torch.tensor([0, 0, 7, 8]), torch.tensor([0, 0, 1, 1]), "sample 0")
     tensor([7, 8])
@@ -193,7 +193,7 @@ def unpadded(ids: torch.Tensor, mask: torch.Tensor, where: str) -> torch.Tensor:
         )
     kept = mask.nonzero().flatten()
     if kept.numel() and int(kept[-1] - kept[0]) + 1 != kept.numel():
-        raise DataError(f"{where}: the attention_mask has a hole; only padding can be cut off")
+        raise DataError(f"{where}: the attention_mask has a gap; it may only mask padding")
     return ids[kept]
 
 
@@ -229,7 +229,7 @@ def _tensor(value: Any, where: str) -> torch.Tensor:
     found = _as_tensor(value, where, "token ids")
     whole = not (found.is_floating_point() or found.is_complex() or found.dtype == torch.bool)
     if found.numel() and not whole:
-        raise DataError(f"{where}: token ids must be whole numbers, got {found.dtype}")
+        raise DataError(f"{where}: token ids must be integers, got {found.dtype}")
     if found.ndim not in (1, 2):
         shape = tuple(found.shape)
         raise DataError(f"{where}: token ids must be (seq) or (batch, seq), got {shape}")
@@ -240,7 +240,7 @@ def _mask(value: Any, where: str) -> torch.Tensor:
     """Return a mask of any type as bool on the CPU."""
     found = _as_tensor(value, where, "the attention_mask").detach().cpu()
     if not ((found == 0) | (found == 1)).all():
-        raise DataError(f"{where}: the attention_mask holds more than 0 and 1")
+        raise DataError(f"{where}: the attention_mask holds values other than 0 and 1")
     return found.bool()
 
 
