@@ -8,7 +8,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES, preset_name_to_scheme
 
 from steelyard.formats import expected_tensors
-from steelyard.fusion import decided_together, fused_groups, shared_parameters
+from steelyard.fusion import fused_groups, shared_parameters, solved_together
 
 FLOATS = [
     name
@@ -33,14 +33,14 @@ def test_integers_keep_a_scale_for_each_layer(strategy: str) -> None:
     scheme = QuantizationScheme(targets=["Linear"], weights=weights)
     names = ["attn.q_proj", "attn.k_proj"]
     assert shared_parameters(scheme) == []
-    assert decided_together(dict.fromkeys(names, scheme)) == {name: (name,) for name in names}
+    assert solved_together(dict.fromkeys(names, scheme)) == {name: (name,) for name in names}
 
 
-def test_layers_that_share_a_scale_are_decided_together() -> None:
+def test_layers_that_share_a_scale_are_solved_together() -> None:
     scheme = preset_name_to_scheme("NVFP4A16", ["Linear"])
     names = ["attn.q_proj", "attn.k_proj", "attn.o_proj"]
     merged = ("attn.q_proj", "attn.k_proj")
-    assert decided_together(dict.fromkeys(names, scheme)) == {
+    assert solved_together(dict.fromkeys(names, scheme)) == {
         "attn.q_proj": merged,
         "attn.k_proj": merged,
         "attn.o_proj": ("attn.o_proj",),

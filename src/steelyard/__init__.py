@@ -1,7 +1,7 @@
-"""Find the scale and zero point that store a language model's tensors in 4 or 8 bits.
+"""Finds the scales and zero points that store a language model's tensors in 4 or 8 bits.
 
-The names below are imported when they are first used: torch and compressed-tensors take seconds
-to import, and neither is needed to print a version or a help text.
+The names below are imported on first use: torch and compressed-tensors take seconds to import, and
+neither is needed to print a version or a help text.
 """
 
 from __future__ import annotations

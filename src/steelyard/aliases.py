@@ -1,7 +1,7 @@
-"""Import paths that llm-compressor's users know, and the modules that answer to them.
+"""Import paths of llm-compressor, as aliases of the modules here.
 
-`import steelyard.modifiers.quantization` gives `steelyard.modifiers` itself: one class, one module,
-any number of names. Nothing is imported before a script asks for it.
+`import steelyard.modifiers.quantization` returns `steelyard.modifiers` itself, so each class exists
+once. An alias imports nothing before it is used.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ALIASES = {
     "steelyard.modifiers.transform": "steelyard.modifiers",
     "steelyard.modifiers.transform.imatrix": "steelyard.modifiers.importance",
 }
-"""Path -> the module that it stands for."""
+"""Alias -> module."""
 
 
 class _Aliases(MetaPathFinder, Loader):
@@ -37,11 +37,11 @@ class _Aliases(MetaPathFinder, Loader):
         return ModuleSpec(name, self) if name in ALIASES else None
 
     def exec_module(self, module: ModuleType) -> None:
-        # the import system takes what stands here after this call
+        # the import system returns this entry after the call
         sys.modules[module.__name__] = import_module(ALIASES[module.__name__])
 
 
 def install() -> None:
-    """Answer to the aliases from now on; a second call changes nothing."""
+    """Make the aliases importable; a second call changes nothing."""
     if not any(isinstance(finder, _Aliases) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Aliases())  # before files: one name may lie below two paths
+        sys.meta_path.insert(0, _Aliases())  # before the file finders, which know other paths

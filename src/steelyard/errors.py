@@ -1,6 +1,6 @@
-"""Every error a user can meet, each a subclass of the built-in that a caller would catch.
+"""All errors that the package raises, each a subclass of the built-in that a caller would catch.
 
-A message names the thing, its value and the remedy. Programming mistakes inside the package are
+A message names the tensor or file, its value and the remedy. Defects of the package surface as
 plain Python errors and are not listed here.
 """
 
@@ -41,7 +41,7 @@ __all__ = [
 class SteelyardError(Exception):
     """Base of all errors that this package raises on purpose.
 
-    Messages quote names that others chose, so what would act on a terminal is escaped.
+    Messages quote foreign names, so characters that a terminal would act on are escaped.
     """
 
     def __str__(self) -> str:
@@ -49,7 +49,7 @@ class SteelyardError(Exception):
 
 
 class NoStatisticsError(SteelyardError, AssertionError):
-    """Parameters were asked of an observer that has seen nothing."""
+    """Quantization parameters were requested from an observer without statistics."""
 
 
 class NonFiniteError(SteelyardError, ValueError):
@@ -57,7 +57,7 @@ class NonFiniteError(SteelyardError, ValueError):
 
 
 class StrategyError(SteelyardError, ValueError):
-    """A tensor, a strategy and a type that do not go together."""
+    """A strategy that does not fit the tensor or the type."""
 
 
 class OptionError(SteelyardError, ValueError):
@@ -65,7 +65,7 @@ class OptionError(SteelyardError, ValueError):
 
 
 class FusionError(SteelyardError, ValueError):
-    """Layers that the server fuses, but that are quantized differently."""
+    """Layers that the server fuses, but that have different schemes."""
 
 
 class StatisticsError(SteelyardError, ValueError):
@@ -73,31 +73,31 @@ class StatisticsError(SteelyardError, ValueError):
 
 
 class ImportanceError(SteelyardError, ValueError):
-    """Importance is unusable and `strict=True` forbids going on without it."""
+    """Importance is unusable and `strict=True` forbids continuing without it."""
 
 
 class ImportanceUnsupported(ImportanceError, NotImplementedError):
-    """Importance that a strategy or a place cannot use."""
+    """Importance for a strategy or a module that cannot use it."""
 
 
 class ImportanceWarning(UserWarning):
-    """Importance is unusable; the search weighs every column alike."""
+    """Importance is unusable; the search weights all columns equally."""
 
 
 class CalibrationWarning(UserWarning):
-    """Calibration data that is far too little."""
+    """Far too little calibration data."""
 
 
 class RecipeError(SteelyardError, ValueError):
-    """A recipe that cannot be understood."""
+    """An invalid recipe."""
 
 
 class PlanError(SteelyardError, ValueError):
-    """A recipe that does not fit the model; nothing was done."""
+    """A recipe that does not fit the model; raised before any work."""
 
 
 class RanksError(SteelyardError, RuntimeError):
-    """Another rank of the run failed, died or hangs; says which and why."""
+    """Another rank of the run failed, died or hangs; the message says which and why."""
 
 
 class DataError(SteelyardError, ValueError):
@@ -109,11 +109,11 @@ class CalibrationError(SteelyardError, RuntimeError):
 
 
 class PipelineError(SteelyardError, RuntimeError):
-    """A model that cannot be run the way that was asked for."""
+    """A model that cannot run as requested."""
 
 
 class CheckpointError(SteelyardError, ValueError):
-    """A checkpoint that cannot be read or written, or that is not what it should be."""
+    """A checkpoint that cannot be read or written, or whose content is wrong."""
 
 
 class CheckpointInvalid(CheckpointError):
@@ -121,7 +121,7 @@ class CheckpointInvalid(CheckpointError):
 
 
 class OutputError(SteelyardError, OSError):
-    """A file of results that could not be written; the run that made them can be resumed."""
+    """A result file that could not be written; the run can be resumed."""
 
 
 class ReportError(SteelyardError, ValueError):

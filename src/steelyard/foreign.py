@@ -1,4 +1,4 @@
-"""Text that others wrote (names, settings, errors of libraries), made fit for a message."""
+"""Makes foreign text (names, settings, errors of libraries) safe and short enough for a message."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import reprlib
 __all__ = ["LONGEST", "printable", "reason_of", "show"]
 
 LONGEST = 300
-"""Characters of foreign text that a message holds."""
+"""Maximum number of characters of foreign text in a message."""
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 100
@@ -15,11 +15,11 @@ _short.maxlevel = 3
 
 
 def printable(text: str, keep: str = "") -> str:
-    r"""Return a text in which characters that act on a terminal are escaped.
+    r"""Escape characters that a terminal would act on.
 
-    Control characters, marks that reverse the direction of writing, surrogates, and line ends.
+    These are control characters, direction marks, surrogates and line ends.
 
-    keep: characters that stay, such as the line ends of a message that has several lines
+    keep: characters that are not escaped, such as the line ends of a message with several lines
 
     >>> printable("a\x1b[31mb\u202e")
     'a\\x1b[31mb\\u202e'
@@ -30,7 +30,7 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def _escaped(character: str) -> str:
-    # The other spaces (no-break, ideographic) act on nothing; `repr` would escape them.
+    # Other spaces (no-break, ideographic) are harmless; `repr` would escape them.
     return " " if character.isspace() and ord(character) > 0x9F else repr(character)[1:-1]
 
 
@@ -44,11 +44,11 @@ def show(value: object) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return what an error of a library says, on one line, printable and not long."""
+    """Return the message of a library's error on one short, printable line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if len(lines) > 2 and "validation error" in lines[0]:  # pydantic: a title, place and reason
         lines = [f"{lines[1]}: {lines[2]}"]
     text = printable(" ".join(lines)) or type(error).__name__
-    if isinstance(error, (LookupError, AttributeError, TypeError)) and lines:  # a word or two
+    if isinstance(error, (LookupError, AttributeError, TypeError)) and lines:  # terse messages
         text = f"{type(error).__name__}: {text}"
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."

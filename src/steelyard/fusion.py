@@ -1,8 +1,8 @@
-"""Which layers a server merges into one, and which scales the merged layer has only one of.
+"""The layers that a server fuses into one, and the scales that the fused layers must share.
 
-vLLM stores q, k and v as one matrix, and gate and up as one. Where the format has a single scale
-for that matrix (NVFP4's global scale, a per-tensor FP8 scale), the layers must agree on it before
-they are quantized. Plan, observers, ranks, streams and validator all ask here.
+vLLM fuses q, k and v into one matrix, and gate and up into another. If the format has a single
+scale for that matrix (NVFP4's global scale, a per-tensor FP8 scale), the layers must agree on it
+before they are quantized. This module is the only place that knows.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FUSED_LAYER_NAMES",
-    "decided_together",
     "fused_groups",
     "shared_parameter",
     "shared_parameters",
+    "solved_together",
 ]
 
 FUSED_LAYER_NAMES: list[tuple[str, ...]] = [
@@ -29,11 +29,11 @@ FUSED_LAYER_NAMES: list[tuple[str, ...]] = [
     ("in_proj_qkv", "in_proj_z"),  # Qwen3-Next, Qwen3.5
     ("in_proj_b", "in_proj_a"),
 ]
-"""Attribute names of sibling layers that the server merges into one."""
+"""Attribute names of sibling layers that the server fuses into one."""
 
 
 def fused_groups(names: Iterable[str]) -> Iterator[tuple[str, ...]]:
-    """Yield the modules among `names` that the server merges, group by group.
+    """Yield the groups of modules among `names` that the server fuses.
 
     >>> list(fused_groups(["attn.q_proj", "attn.o_proj", "attn.k_proj"]))
     [('attn.q_proj', 'attn.k_proj')]
@@ -48,7 +48,7 @@ def fused_groups(names: Iterable[str]) -> Iterator[tuple[str, ...]]:
 
 
 def shared_parameter(args: QuantizationArgs | None, base_name: str) -> str | None:
-    """Return the one scale that merged layers have for a value; None where each keeps its own.
+    """Return the parameter that fused layers share; None if each has its own.
 
     base_name: weight | input
     """
@@ -61,16 +61,16 @@ def shared_parameter(args: QuantizationArgs | None, base_name: str) -> str | Non
 
 
 def shared_parameters(scheme: QuantizationScheme) -> list[str]:
-    """Return the scales that merged layers have in common."""
+    """Return the parameters that fused layers share."""
     values = {"weight": scheme.weights, "input": scheme.input_activations}
     found = (shared_parameter(args, base_name) for base_name, args in values.items())
     return [name for name in found if name is not None]
 
 
-def decided_together(schemes: Mapping[str, QuantizationScheme]) -> dict[str, tuple[str, ...]]:
-    """Return for each module those that must be decided on with it: they share a scale when merged.
+def solved_together(schemes: Mapping[str, QuantizationScheme]) -> dict[str, tuple[str, ...]]:
+    """Return for each module the group to solve together, since it shares a weight scale.
 
-    A module that shares none stands alone.
+    A module that shares no scale is its own group.
     """
     units: dict[str, tuple[str, ...]] = {name: (name,) for name in schemes}
     for group in fused_groups(schemes):

@@ -1,7 +1,7 @@
-"""A registry that can be asked what it holds.
+"""A registry of named classes that can list and describe its entries.
 
-One instance per kind of thing (observers today). Names are compared without regard to case, and
-`-` equals `_`, so that a name copied from a recipe of another tool is found.
+There is one instance per kind of plug-in. Names are case-insensitive and `-` equals `_`, so that
+names copied from other tools' recipes match.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class Registry(Generic[T]):
         self._entries: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Return a decorator that enters a class under `name`.
+        """Return a decorator that registers a class under `name`.
 
-        Entering a class again under its own name replaces it (a notebook cell run twice); taking
-        a name away from another class is an error.
+        Registering a class again under its own name replaces it (a notebook cell run twice);
+        registering another class under a used name is an error.
         """
         key = _normalise(name)
 
-        def enter(entry: T) -> T:
+        def add(entry: T) -> T:
             present = self._entries.get(key)
             if present is not None and _origin(present) != _origin(entry):
                 raise ValueError(
@@ -51,7 +51,7 @@ class Registry(Generic[T]):
             self._entries[key] = entry
             return entry
 
-        return enter
+        return add
 
     def get(self, name: str) -> T:
         try:

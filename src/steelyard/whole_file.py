@@ -1,8 +1,8 @@
-"""Single files that a run writes: where they may go, and that they are whole or as they were.
+"""Writes single files atomically, and never over a file of another kind.
 
-A file replaces only one of its own kind: what else lies there is the user's, or part of a model.
-It is written under a hidden name beside, brought to the disk, and renamed. Whoever writes holds a
-lock on that hidden file, so the next run can tell what a killed one left, and removes it.
+The content goes to a hidden file in the same folder, is synced to disk, and replaces the old file
+by a rename. The writer holds a lock on the hidden file, so the next run can recognize and remove
+the partial file of a killed one. Existing files of another kind belong to the user or to a model.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ __all__ = ["FileKind", "safetensors_metadata", "sync", "write_whole"]
 
 @dataclass(frozen=True)
 class FileKind:
-    """A kind of file that we write.
+    """A kind of file that Steelyard writes.
 
     what:   its name in messages, such as "statistics"
     is_own: whether an existing regular file is of this kind; may raise OSError
-    error:  raised for a place that cannot take it
+    error:  raised for a path that cannot be used
     """
 
     what: str
@@ -35,13 +35,13 @@ class FileKind:
     error: type[SteelyardError]
 
     def check_place(self, path: str | Path) -> None:
-        """Refuse, before there is anything to write, a place where it cannot or must not go."""
+        """Refuse a path that cannot or must not be written, before any work is done."""
         if not str(path).strip():
             raise self.error(f"the path of the {self.what} is empty, perhaps an unset variable")
         path = Path(path)
         if not path.parent.is_dir():
             raise self.error(
-                f"{path.parent} is not a folder, so {path.name} cannot be saved in it; make it"
+                f"{path.parent} is not a folder, so {path.name} cannot be saved in it; create it"
             )
         try:
             mode = path.lstat().st_mode
@@ -85,13 +85,13 @@ class FileKind:
             )
 
     def write(self, path: str | Path, content: bytes) -> None:
-        """Write it, if the place is still one that may take it."""
+        """Check the path again and write the file."""
         self.check_place(path)
         try:
             write_whole(path, content)
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            remedy = "make room" if full else "choose another place, or mend this one"
+            remedy = "free some space" if full else "choose another path, or fix this one"
             raise OutputError(
                 f"{path} cannot be written: {error.strerror or error}; {remedy}, and run the same "
                 "command again"
@@ -99,7 +99,7 @@ class FileKind:
 
 
 def write_whole(path: str | Path, content: bytes | str) -> None:
-    """Write a file that is on the disk as a whole, or as it was before; else OSError."""
+    """Write and sync a file atomically: after an OSError, it is unchanged."""
     path = Path(path)
     data = memoryview(content.encode("utf-8") if isinstance(content, str) else content)
     _remove_leftovers(path)
@@ -107,7 +107,7 @@ def write_whole(path: str | Path, content: bytes | str) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     handle = os.open(partial, flags, 0o666)
     try:
-        with suppress(OSError):  # a disk without locks
+        with suppress(OSError):  # a file system without locks
             lock_file(handle, holder=None)
         done = 0
         while done < len(data):
@@ -123,7 +123,7 @@ def write_whole(path: str | Path, content: bytes | str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
+    """Sync a file, or the entries of a folder, to disk."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(handle)
@@ -132,12 +132,12 @@ def sync(path: Path) -> None:
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Remove what killed runs left of this file."""
+    """Remove the partial files of killed runs."""
     for old in path.parent.glob(f".{_literal(path.name)}.*.partial"):
         number = old.name.removeprefix(f".{path.name}.").removesuffix(".partial")
         if not number.isdigit():
             continue
-        if int(number) == os.getpid():  # of another process that had our number
+        if int(number) == os.getpid():  # from a dead process with the same id
             old.unlink(missing_ok=True)
             continue
         with suppress(OSError):
@@ -154,7 +154,7 @@ def _literal(name: str) -> str:
 
 
 def safetensors_metadata(path: Path) -> dict[str, str] | None:
-    """Return the metadata of a safetensors file; None where it is none."""
+    """Return the metadata of a safetensors file; None for any other file."""
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -1,4 +1,4 @@
-"""Sizes, times, numbers and tables as text, the same in Python and on the command line."""
+"""Formats sizes, times, numbers and tables as text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["count", "duration", "number", "size", "table_lines"]
 
 
 def count(amount: int, thing: str) -> str:
-    """Return how many of a thing there are; `thing` is one of them, its plural ends in s.
+    """Return a number with its noun, in the plural where needed.
 
     >>> count(1, "module"), count(2, "attention module")
     ('1 module', '2 attention modules')
@@ -17,7 +17,7 @@ def count(amount: int, thing: str) -> str:
 
 
 def size(nbytes: float) -> str:
-    """Return a size in a unit that suits it.
+    """Return a size in a suitable unit.
 
     >>> size(123_400_000)
     '123.4 MB'
@@ -30,9 +30,9 @@ def size(nbytes: float) -> str:
 
 
 def duration(seconds: float, digits: int = 0) -> str:
-    """Return a time in a unit that suits it.
+    """Return a time in a suitable unit.
 
-    digits: of seconds, after the point; without any, it is one second at least
+    digits: decimals of seconds; with 0, at least one second is shown
 
     >>> duration(300), duration(1.26, digits=1)
     ('5 min', '1.3 s')
@@ -43,7 +43,7 @@ def duration(seconds: float, digits: int = 0) -> str:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Return a number in few characters, "-" for none.
+    """Return a number with few digits; "-" for None.
 
     >>> number(0.000123456), number(4712.3)
     ('0.000123', '4712')
@@ -56,9 +56,9 @@ def number(value: float | None, digits: int = 3) -> str:
 def table_lines(
     titles: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)
 ) -> list[str]:
-    """Return rows under their titles, one line each.
+    """Return the lines of a text table.
 
-    left: columns that are aligned to the left; the others are numbers
+    left: left-aligned columns; the others are aligned to the right
 
     >>> table_lines(["module", "error"], [["a", "0.1"], ["long name", "12"]])
     ['module     error', 'a            0.1', 'long name     12']

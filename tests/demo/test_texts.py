@@ -81,7 +81,7 @@ def test_pieces_do_not_overlap() -> None:
 
 @pytest.mark.parametrize("count", [0, -1, 10**9])
 def test_a_count_out_of_range_is_an_error(count: int) -> None:
-    with pytest.raises(DataError, match=f"count is {count}: train holds .* ask for 1 to"):
+    with pytest.raises(DataError, match=f"count is {count}, but train holds .* pass 1 to"):
         calibration_texts(count)
 
 

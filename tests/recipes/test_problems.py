@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from steelyard.errors import RecipeError
 from steelyard.modifiers import QuantizationModifier
 from steelyard.recipes import load_recipe
-from steelyard.recipes.elsewhere import ELSEWHERE
+from steelyard.recipes.not_implemented import NOT_IMPLEMENTED
 from steelyard.recipes.recipe_forms import modifier_names
 
 BASE = "quantization_stage.quantization_modifiers.QuantizationModifier"
@@ -344,7 +344,7 @@ def test_aliases_that_explode_are_refused_before_they_do() -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("modifiers: &a [*a]", "refers to what it stands in"),
+        ("modifiers: &a [*a]", "refers to a value that contains it"),
         ("[" * 5000, "nested"),
         ("[" * 60 + "]" * 60, "nested"),
         ("a: 1\n---\nb: 2", "recipe:2: not YAML"),
@@ -407,7 +407,7 @@ def test_the_text_that_is_mutated_is_right() -> None:
     assert len(load_recipe(RIGHT).modifiers) == 2
 
 
-@pytest.mark.parametrize("name", ELSEWHERE)
+@pytest.mark.parametrize("name", NOT_IMPLEMENTED)
 def test_modifiers_that_only_llm_compressor_has_are_said_to_be_missing(name: str) -> None:
     (line,) = refusal({name: {"scheme": "W4A16"}})
     assert f"{name} is not implemented yet; use " in line

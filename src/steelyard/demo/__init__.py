@@ -1,9 +1,9 @@
-"""A small language model that ships with the package, and texts to try it on.
+"""A small language model that ships with the package, and texts for it.
 
-Everything can be tried without a download: the model is a Llama of 2.6 million parameters that
-was trained from nothing on the text of Python's standard library, and that text is on every
-machine that runs this package. `tools/train_demo_model.py` made the model; the split of the files
-into training and held-out ones is the same here and there.
+The model is a Llama of 2.6 million parameters, trained from scratch on the source text of Python's
+standard library, which is on every machine that runs this package. So everything can be tried
+without a download. `tools/train_demo_model.py` trains the model with the same split into training
+and held-out files.
 """
 
 from steelyard.demo.folder import model_folder

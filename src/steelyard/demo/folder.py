@@ -1,4 +1,4 @@
-"""Where the demo model lies."""
+"""Finds the folder of the demo model."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["model_folder"]
 
 
 def model_folder() -> Path:
-    """Return the Hugging Face folder of the demo model, as it was installed.
+    """Return the installed Hugging Face folder of the demo model.
 
-    It is part of the package: read it, and write quantized copies somewhere else.
+    It is part of the package: write quantized copies somewhere else.
     """
     folder = resources.files("steelyard.demo") / "model"
     if not (isinstance(folder, Path) and (folder / "model.safetensors").is_file()):

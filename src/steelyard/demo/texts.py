@@ -1,14 +1,14 @@
 """Texts for the demo model: the installed standard library, split into two parts.
 
-The demo model was trained on the Python files of the standard library. None of that text is kept
-in this package; it is read from where Python is installed. A hash of a file's name decides its
-part, so a file belongs to the same part on every machine and in every version of Python:
+The demo model was trained on the Python files of the standard library, which are read from the
+running Python's installation. A hash of a file's name decides its part, so a file belongs to the
+same part on every machine and in every version of Python:
 
-    train      what the model learned from; calibration takes its texts from here
-    held_out   what the model has never seen; it is measured here
+    train      the model was trained on these; calibration texts come from here
+    held_out   the model has never seen these; evaluation texts come from here
 
-Left out are tests, tables that were generated (codecs, topics of the help), and what belongs to
-the machine and not to Python (site-packages, the settings of the build).
+Excluded are tests, generated tables (codecs, topics of the help) and files that depend on the
+machine (site-packages, build settings).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["Part", "calibration_texts", "held_out_texts", "library_files", "part
 Part = Literal["train", "held_out"]
 
 HELD_OUT_ONE_IN = 12
-_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "encodings", "pydoc_data"})
+_EXCLUDED = frozenset({"test", "tests", "idle_test", "site-packages", "encodings", "pydoc_data"})
 
 
 def part_of(name: str) -> Part:
@@ -42,16 +42,16 @@ def part_of(name: str) -> Part:
 
 
 def library_files(part: Part, root: Path | None = None) -> dict[str, Path]:
-    """Return the files of `part`, by name in the order of their names.
+    """Return the files of `part` by name, sorted.
 
-    `root` is the folder of the standard library; by default that of the running Python.
+    root: the folder of the standard library; by default that of the running Python
     """
     root = Path(sysconfig.get_paths()["stdlib"]) if root is None else root
     found = {path.relative_to(root).as_posix(): path for path in _python_files(root)}
     files = {
         name: found[name]
         for name in sorted(found)
-        if part_of(name) == part and not _LEFT_OUT.intersection(name.split("/"))
+        if part_of(name) == part and not _EXCLUDED.intersection(name.split("/"))
     }
     if not files:
         raise DataError(
@@ -64,22 +64,19 @@ def library_files(part: Part, root: Path | None = None) -> dict[str, Path]:
 def calibration_texts(count: int, seed: int = 0, *, characters: int = 2048) -> list[str]:
     """Return `count` texts from the files that the demo model was trained on.
 
-    A text is whole lines of one file, at most `characters` long; no two overlap. The same seed
-    gives the same texts, and a larger count the same ones first, as long as Python is the same.
+    A text consists of whole lines of one file and has at most `characters`; no two overlap. With
+    one version of Python, a seed always gives the same texts; a larger count only adds more.
     """
     return _texts("train", count, seed, characters)
 
 
 def held_out_texts(count: int, seed: int = 0, *, characters: int = 2048) -> list[str]:
-    """Return `count` texts from the files that the demo model has never seen.
-
-    They are chosen as those of `calibration_texts`.
-    """
+    """Return `count` texts from the held-out files, selected as in `calibration_texts`."""
     return _texts("held_out", count, seed, characters)
 
 
 def _python_files(root: Path) -> Iterator[Path]:
-    """Yield the files of the library's modules; what else lies in `root` is not looked into."""
+    """Yield the files of the library's modules; ignore other files in `root`."""
     for entry in root.iterdir():
         if entry.name.removesuffix(".py") in sys.stdlib_module_names:
             yield from entry.rglob("*.py") if entry.is_dir() else [entry]
@@ -92,18 +89,17 @@ def _texts(part: Part, count: int, seed: int, characters: int) -> list[str]:
     ]
     if not 0 < count <= len(pieces):
         raise DataError(
-            f"count is {count}: {part} holds {len(pieces)} texts of {characters} characters, "
-            f"ask for 1 to {len(pieces)} or for shorter ones"
+            f"count is {count}, but {part} holds {len(pieces)} texts of {characters} characters; "
+            f"pass 1 to {len(pieces)}, or fewer characters"
         )
     random.Random(seed).shuffle(pieces)
     return pieces[:count]
 
 
 def _pieces(text: str, characters: int) -> Iterator[str]:
-    """Cut `text` at ends of lines into pieces that are nearly `characters` long.
+    """Split `text` at ends of lines into pieces of at most `characters`.
 
-    What is left at the end of a file, and a piece that a very long line cuts short, are dropped
-    when they hold less than half.
+    Drop pieces shorter than half of that: the end of a file, or the text before a very long line.
     """
     piece = ""
     for line in text.splitlines(keepends=True):

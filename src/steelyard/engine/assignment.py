@@ -9,7 +9,7 @@ import torch
 from torch.nn import Module
 
 from steelyard.distributed import deal
-from steelyard.fusion import decided_together
+from steelyard.fusion import solved_together
 
 __all__ = ["of_weight", "owners_of"]
 
@@ -17,7 +17,7 @@ __all__ = ["of_weight", "owners_of"]
 def owners_of(modules: Mapping[str, Any], ranks: int) -> dict[str, int]:
     """Deal the weights of modules with schemes to ranks, those that share a scale to one."""
     schemes = {name: module.quantization_scheme for name, module in modules.items()}
-    units = list(dict.fromkeys(decided_together(schemes).values()))
+    units = list(dict.fromkeys(solved_together(schemes).values()))
     owners = deal([sum(_cost(modules[name]) for name in unit) for unit in units], ranks)
     return {name: owner for unit, owner in zip(units, owners, strict=True) for name in unit}
 

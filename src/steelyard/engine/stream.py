@@ -29,7 +29,7 @@ from steelyard.checkpoint.weight_errors import relative_error
 from steelyard.distributed import deal
 from steelyard.engine.progress import progress
 from steelyard.formats import stored_tensors
-from steelyard.fusion import decided_together
+from steelyard.fusion import solved_together
 from steelyard.observers import Observer
 from steelyard.observers.importance_base import ImportanceObserver
 from steelyard.observers.importance_file import Importance
@@ -81,7 +81,7 @@ class Job:
 def jobs_of(view: CheckpointView, plan: Plan) -> list[Job]:
     """Return what is to be done in the order of the files; layers with one scale go together."""
     planned = {p.name: p for p in plan.quantized if p.scheme.weights is not None}
-    together = decided_together({name: p.scheme for name, p in planned.items()})
+    together = solved_together({name: p.scheme for name, p in planned.items()})
     jobs: list[Job] = []
     taken: set[str] = set()
     for tensor in view.names():

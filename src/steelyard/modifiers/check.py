@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from steelyard.errors import OptionError, RecipeError, UnknownNameError
 from steelyard.modifiers.fields import Model, nested_models
-from steelyard.modifiers.locate import KeyPath, Problem, Source
+from steelyard.modifiers.locate import KeyPath, Problem, RecipeText
 from steelyard.modifiers.modifier import Modifier
 from steelyard.modifiers.observer_choice import ObserverChoice
 from steelyard.modifiers.schemes import args_problem, target_problem
@@ -49,7 +49,7 @@ def refusal(modifier: type[Modifier], options: Mapping[str, Any], error: Excepti
     problems = check_options(modifier, options, (name,))
     if isinstance(problems, Modifier):  # not the options but the call: an argument without a name
         return RecipeError(f"{name}: {first_line(error)}")
-    return Source({name: options}).refuse(problems)
+    return RecipeText({name: options}).refuse(problems)
 
 
 # -- errors that pydantic does not collect ----------------------------------------------------

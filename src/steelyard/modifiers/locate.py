@@ -1,4 +1,4 @@
-"""Where in a recipe a thing stands, and how that is told."""
+"""Locates a value in a recipe, and names the file, line and key in errors."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 
 from steelyard.errors import RecipeError
 
-__all__ = ["KeyPath", "Problem", "Source"]
+__all__ = ["KeyPath", "Problem", "RecipeText"]
 
 KeyPath = tuple[str | int, ...]
 """The keys and indices that lead to a value."""
 
 Problem = tuple[KeyPath, str]
-"""What is wrong, and where."""
+"""The location of a mistake, and its description."""
 
 
 @dataclass(frozen=True)
-class Source:
-    """Plain values and where they came from.
+class RecipeText:
+    """The content of a recipe and its origin.
 
-    name:  the file, or None for values given in Python
+    name:  the file, or None for values passed from Python
     lines: the line of each key and item, counted from 1
     """
 
@@ -36,11 +36,11 @@ class Source:
         "recipe.yaml:7: modifiers[0].scheme: there is no scheme 'W4'"
         """
         ordered = sorted(problems, key=lambda problem: self._line(problem[0]))
-        told = [
+        lines = [
             ": ".join(part for part in (self._place(path), _dotted(path), text) if part)
             for path, text in ordered
         ]
-        return RecipeError("\n".join(dict.fromkeys(told)))
+        return RecipeError("\n".join(dict.fromkeys(lines)))
 
     def _place(self, path: KeyPath) -> str:
         if self.name is None:
@@ -49,7 +49,7 @@ class Source:
         return f"{self.name}:{line}" if line else self.name
 
     def _line(self, path: KeyPath) -> int:
-        """Return the line of `path`, or of the nearest thing around it that has one."""
+        """Return the line of `path`, or of its nearest parent that has one."""
         while path and path not in self.lines:
             path = path[:-1]
         return self.lines.get(path, 0)

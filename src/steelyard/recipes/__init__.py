@@ -1,4 +1,4 @@
-"""Recipes: from YAML or Python to the list of modifiers that a run applies."""
+"""Recipes: turns YAML or Python objects into the list of modifiers that a run applies."""
 
 from steelyard.recipes.load import Recipe, load_recipe
 

@@ -1,4 +1,4 @@
-"""Modifiers to the YAML that gives them back."""
+"""Writes modifiers as YAML that loads to equal ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["dump_modifiers"]
 
 
 class _Dumper(yaml.SafeDumper):
-    """The safe dumper; every mention of a list is written out, and text like 1e3 is quoted."""
+    """The safe dumper, without aliases, and with quotes around text like 1e3."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -66,10 +66,10 @@ def _plain(value: Any, path: str) -> Any:
 
 
 def _stated(model: BaseModel) -> dict[str, Any]:
-    """Return the fields that someone set, and the lists that may have been changed in place.
+    """Return the fields that were set, and lists that may have been changed in place.
 
-    compressed-tensors' own serializer leaves out types that someone did set, and fields that a
-    validator filled in are for the next validator to fill in again.
+    compressed-tensors' own serializer omits some fields that were set. Fields that a validator
+    filled in are omitted here: the next validator fills them in again.
     """
     stated = {}
     for name, field in type(model).model_fields.items():

@@ -1,4 +1,4 @@
-"""A recipe in any of its forms to a list of modifiers."""
+"""Loads a recipe in any of its forms as a list of modifiers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from steelyard.errors import RecipeError
 from steelyard.modifiers import Modifier
 from steelyard.modifiers.check import check_options
 from steelyard.modifiers.importance import gatherers_in
-from steelyard.modifiers.locate import Problem, Source
+from steelyard.modifiers.locate import Problem, RecipeText
 from steelyard.recipes.dump import dump_modifiers
-from steelyard.recipes.recipe_forms import Entry, entries_of, wrong_object
+from steelyard.recipes.recipe_forms import RecipeEntry, entries_of, wrong_object
 from steelyard.recipes.yaml_text import read_yaml
 
 __all__ = ["Recipe", "load_recipe"]
@@ -25,9 +25,9 @@ MAX_BYTES = 8 * 2**20
 
 @dataclass(frozen=True)
 class Recipe:
-    """What to do to a model.
+    """The modifiers to apply to a model.
 
-    text: YAML that loads to equal modifiers; the user's own where the recipe came as YAML
+    text: YAML that loads to equal modifiers; the user's own if the recipe came as YAML
     """
 
     modifiers: list[Modifier]
@@ -43,8 +43,8 @@ class Recipe:
 def load_recipe(recipe: Any) -> Recipe:
     """Read a recipe, or raise a RecipeError that lists every problem in it.
 
-    recipe: a path to a .yaml or .yml file, YAML text, a modifier, a list of modifiers, or what
-            YAML would hold as dicts and lists
+    recipe: a path to a .yaml or .yml file, YAML text, a modifier, a list of modifiers, or the
+            content of such a file as dicts and lists
 
     >>> load_recipe("modifiers: {QuantizationModifier: {scheme: W4A16}}").modifiers
     [QuantizationModifier(targets=['Linear'], ignore=[], scheme='W4A16', ...)]
@@ -58,15 +58,15 @@ def load_recipe(recipe: Any) -> Recipe:
         return Recipe([recipe], dump_modifiers([recipe]))
     if recipe is None or not isinstance(recipe, (Mapping, list, tuple)):
         raise RecipeError(_not_a_recipe(recipe))
-    modifiers = _modifiers(Source(recipe))
+    modifiers = _modifiers(RecipeText(recipe))
     return Recipe(modifiers, dump_modifiers(modifiers))
 
 
-def _modifiers(source: Source) -> list[Modifier]:
+def _modifiers(source: RecipeText) -> list[Modifier]:
     modifiers: list[Modifier] = []
     problems: list[Problem] = []
     for entry in entries_of(source.value):
-        if not isinstance(entry, Entry):
+        if not isinstance(entry, RecipeEntry):
             problems.append(entry)
         elif isinstance(entry.modifier, Modifier):
             modifiers.append(entry.modifier)
@@ -81,7 +81,7 @@ def _modifiers(source: Source) -> list[Modifier]:
     return modifiers
 
 
-# -- where the text comes from ----------------------------------------------------------------
+# -- reading text -----------------------------------------------------------------------------
 
 
 def _is_path(text: str) -> bool:
@@ -94,7 +94,7 @@ def _read(path: Path) -> str:
     except FileNotFoundError:
         raise RecipeError(f"there is no recipe file {path}") from None
     except IsADirectoryError:
-        raise RecipeError(f"{path} is a folder: give the recipe file in it") from None
+        raise RecipeError(f"{path} is a folder: pass the recipe file in it") from None
     except OSError as error:
         raise RecipeError(f"{path} cannot be read: {error.strerror or error}") from None
     except ValueError:  # a NUL in it
@@ -112,7 +112,7 @@ def _content(path: Path) -> bytes:
         return file.read(MAX_BYTES + 1)
 
 
-def _parse(text: str, name: str) -> Source:
+def _parse(text: str, name: str) -> RecipeText:
     source = read_yaml(text, name)
     if isinstance(source.value, (Mapping, list)):
         return source

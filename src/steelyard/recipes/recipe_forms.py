@@ -1,6 +1,6 @@
-"""The forms of a recipe: where its modifiers stand in it.
+"""Finds the modifiers in the forms that a recipe may have.
 
-A flat list or mapping of modifiers, the same under `modifiers:`, or stages::
+The forms are a flat list or mapping of modifiers, the same under `modifiers:`, and stages::
 
     quantization_stage:
       quantization_modifiers:
@@ -15,21 +15,21 @@ from typing import Any, NamedTuple
 from steelyard.errors import nearest
 from steelyard.modifiers import Modifier
 from steelyard.modifiers.locate import KeyPath, Problem
-from steelyard.recipes.elsewhere import ELSEWHERE, not_here
+from steelyard.recipes.not_implemented import NOT_IMPLEMENTED, not_implemented
 
-__all__ = ["Entry", "entries_of", "modifier_names"]
+__all__ = ["RecipeEntry", "entries_of", "modifier_names"]
 
 
-class Entry(NamedTuple):
-    """A modifier as it stands in a recipe, unchecked."""
+class RecipeEntry(NamedTuple):
+    """A modifier of a recipe, with unchecked options."""
 
     path: KeyPath
     modifier: type[Modifier] | Modifier
     options: Mapping[Any, Any]
 
 
-def entries_of(recipe: Any) -> Iterator[Entry | Problem]:
-    """Yield the modifiers of a recipe in order, and what cannot be one."""
+def entries_of(recipe: Any) -> Iterator[RecipeEntry | Problem]:
+    """Yield the modifiers of a recipe in order, and a problem for each invalid item."""
     if not isinstance(recipe, Mapping) or not recipe:
         yield from _modifiers(recipe, ())
         return
@@ -42,7 +42,7 @@ def entries_of(recipe: Any) -> Iterator[Entry | Problem]:
             yield _entry(key, value, (key,), " (or a key that ends in _stage)")
 
 
-def _stage(stage: Any, path: KeyPath) -> Iterator[Entry | Problem]:
+def _stage(stage: Any, path: KeyPath) -> Iterator[RecipeEntry | Problem]:
     if not isinstance(stage, Mapping) or not stage:
         yield path, f"a stage is a mapping with the key modifiers, got {_kind(stage)}"
         return
@@ -56,7 +56,7 @@ def _stage(stage: Any, path: KeyPath) -> Iterator[Entry | Problem]:
             )
 
 
-def _modifiers(group: Any, path: KeyPath) -> Iterator[Entry | Problem]:
+def _modifiers(group: Any, path: KeyPath) -> Iterator[RecipeEntry | Problem]:
     if not isinstance(group, (Mapping, list, tuple)) or not group:
         yield path, f"modifiers are a list, or a mapping of names to options, got {_kind(group)}"
     elif isinstance(group, Mapping):
@@ -67,9 +67,9 @@ def _modifiers(group: Any, path: KeyPath) -> Iterator[Entry | Problem]:
             yield _item(item, (*path, i))
 
 
-def _item(item: Any, path: KeyPath) -> Entry | Problem:
+def _item(item: Any, path: KeyPath) -> RecipeEntry | Problem:
     if isinstance(item, Modifier):
-        return Entry(path, item, {})
+        return RecipeEntry(path, item, {})
     if isinstance(item, Mapping) and len(item) == 1:
         ((name, options),) = item.items()
         return _entry(name, options, (*path, name))
@@ -80,31 +80,31 @@ def _item(item: Any, path: KeyPath) -> Entry | Problem:
     return path, wrong_object(item)
 
 
-def _entry(name: Any, options: Any, path: KeyPath, also: str = "") -> Entry | Problem:
-    if isinstance(name, str) and name in ELSEWHERE:
-        return path, not_here(name)
+def _entry(name: Any, options: Any, path: KeyPath, also: str = "") -> RecipeEntry | Problem:
+    if isinstance(name, str) and name in NOT_IMPLEMENTED:
+        return path, not_implemented(name)
     if not isinstance(name, str) or name not in Modifier.registry:
         return path, f"unknown modifier {name!r}: {nearest(str(name), modifier_names())}{also}"
-    if options is None:  # `Name:` with nothing behind it
+    if options is None:  # `Name:` without a value
         options = {}
     if not isinstance(options, Mapping):
         return path, f"the options of a modifier are a mapping, got {_kind(options)}"
-    return Entry(path, Modifier.registry.get(name), options)
+    return RecipeEntry(path, Modifier.registry.get(name), options)
 
 
 def modifier_names() -> list[str]:
-    """Return the names of all modifiers as a recipe writes them."""
+    """Return the names of all modifiers, as written in a recipe."""
     return [Modifier.registry.get(name).__name__ for name in Modifier.registry]
 
 
 def wrong_object(item: Any) -> str:
-    """Say why a Python object is no modifier, and what to do."""
+    """Return why a Python object is not a modifier, and what to do."""
     kind = item if isinstance(item, type) else type(item)
     if kind.__module__.split(".")[0] == "llmcompressor":
         if kind.__name__ in modifier_names():
             remedy = f"write `from steelyard.modifiers import {kind.__name__}`"
-        elif kind.__name__ in ELSEWHERE:
-            remedy = not_here(kind.__name__)
+        elif kind.__name__ in NOT_IMPLEMENTED:
+            remedy = not_implemented(kind.__name__)
         else:
             remedy = f"steelyard has {', '.join(modifier_names())}"
         return f"{kind.__name__} comes from {kind.__module__}: {remedy}"

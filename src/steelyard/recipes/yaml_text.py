@@ -1,7 +1,7 @@
-"""YAML to plain values, with the line on which each of them stands.
+"""Reads YAML as plain values, with the line number of each.
 
-The node tree is composed by PyYAML's safe loader and read here, because constructing it there
-would lose the lines, let a later key overwrite an earlier one, and expand aliases without end.
+PyYAML's safe loader composes the node tree, and this module reads it: PyYAML's own constructor
+loses line numbers, lets a later key overwrite an earlier one, and expands aliases without a limit.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from steelyard.errors import RecipeError
-from steelyard.modifiers.locate import KeyPath, Problem, Source
+from steelyard.modifiers.locate import KeyPath, Problem, RecipeText
 
 __all__ = ["add_numbers", "read_yaml"]
 
@@ -24,13 +24,13 @@ PLAIN = {f"{TAG}{name}" for name in ("null", "bool", "int", "float", "str")}
 
 
 def add_numbers(language: type[yaml.SafeLoader] | type[yaml.SafeDumper]) -> None:
-    """Let `1e-3` be a number as in YAML 1.2; PyYAML takes it for text."""
+    """Read `1e-3` as a number, as in YAML 1.2; PyYAML reads it as text."""
     pattern = re.compile(r"^[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+$")
     language.add_implicit_resolver(f"{TAG}float", pattern, list("-+0123456789"))
 
 
 class _Loader(yaml.SafeLoader):
-    """The safe loader, dates left as text."""
+    """The safe loader, which reads dates as text."""
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -40,14 +40,14 @@ _Loader.yaml_implicit_resolvers = {
 add_numbers(_Loader)
 
 
-def read_yaml(text: str, name: str) -> Source:
-    """Read one YAML document; `name` is how errors call it."""
+def read_yaml(text: str, name: str) -> RecipeText:
+    """Read one YAML document; errors refer to it as `name`."""
     loader = None
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:
-            raise RecipeError(f"{name}: the recipe is empty: give it a modifier")
+            raise RecipeError(f"{name}: the recipe is empty: add a modifier")
         reader = _Reader(loader, name)
         value = reader.read(node, ())
     except yaml.MarkedYAMLError as error:
@@ -60,14 +60,14 @@ def read_yaml(text: str, name: str) -> Source:
     finally:
         if loader is not None:
             loader.dispose()
-    source = Source(value, name, reader.lines)
+    source = RecipeText(value, name, reader.lines)
     if reader.problems:
         raise source.refuse(reader.problems)
     return source
 
 
 class _Reader:
-    """One walk over a node tree; collects lines, and what a recipe may not hold."""
+    """Walks a node tree once; collects line numbers and problems."""
 
     def __init__(self, loader: yaml.SafeLoader, name: str) -> None:
         self.lines: dict[KeyPath, int] = {}
@@ -81,14 +81,14 @@ class _Reader:
     def read(self, node: yaml.Node, path: KeyPath) -> Any:
         self.lines[path] = node.start_mark.line + 1
         if id(node) in self._open:
-            return self._refuse(path, "an alias refers to what it stands in")
+            return self._refuse(path, "an alias refers to a value that contains it")
         if len(path) > MAX_DEPTH:
             return self._refuse(path[:3], f"nested more than {MAX_DEPTH} levels deep")
         self._repeats += id(node) in self._seen
         if self._repeats > MAX_REPEATS:
             raise RecipeError(
                 f"{self._name}:{node.start_mark.line + 1}: aliases repeat more than {MAX_REPEATS} "
-                "values; write out what is meant"
+                "values; write the values out"
             )
         self._seen.add(id(node))
         if isinstance(node, yaml.ScalarNode):
@@ -108,7 +108,7 @@ class _Reader:
             return self._refuse(path, f"the tag {_short(node.tag)} is not allowed in a recipe")
         try:
             return self._loader.construct_object(node)
-        except (ValueError, KeyError, IndexError):  # !!int of something that is no number
+        except (ValueError, KeyError, IndexError):  # such as !!int before text
             return self._refuse(path, f"{node.value[:60]!r} is not a {node.tag[len(TAG) :]}")
 
     def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[Any, Any]:
@@ -136,7 +136,7 @@ class _Reader:
         return {**merged, **found}
 
     def _merged(self, node: yaml.Node, path: KeyPath) -> dict[Any, Any]:
-        """Return what `<<:` brings in: a mapping, or several of which the first one wins."""
+        """Return the mapping that `<<:` merges in; of several, the first one wins."""
         sources = node.value if isinstance(node, yaml.SequenceNode) else [node]
         merged: dict[Any, Any] = {}
         for source in sources:

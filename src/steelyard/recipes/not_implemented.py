@@ -1,14 +1,14 @@
-"""Modifiers of llm-compressor that are not implemented here, and what serves instead."""
+"""Modifiers of llm-compressor that are not implemented, and what to use instead."""
 
 from __future__ import annotations
 
-__all__ = ["ELSEWHERE", "not_here"]
+__all__ = ["NOT_IMPLEMENTED", "not_implemented"]
 
 _SCALED = "GPTQModifier, or QuantizationModifier with the observer optimal and an IMatrixGatherer"
-_ROTATED = "GPTQModifier, or run llm-compressor first and quantize what it saves"
-_PRUNED = "llm-compressor to prune, and quantize what it saves"
+_ROTATED = "GPTQModifier, or run llm-compressor first and quantize its output"
+_PRUNED = "llm-compressor to prune, and quantize its output"
 
-ELSEWHERE = {
+NOT_IMPLEMENTED = {
     "AWQModifier": _SCALED,
     "SmoothQuantModifier": _SCALED,
     "LogarithmicEqualizationModifier": _SCALED,
@@ -20,8 +20,8 @@ ELSEWHERE = {
     "MagnitudePruningModifier": _PRUNED,
     "ConstantPruningModifier": _PRUNED,
 }
-"""Name -> what to use."""
+"""Name -> what to use instead."""
 
 
-def not_here(name: str) -> str:
-    return f"{name} is not implemented yet; use {ELSEWHERE[name]}"
+def not_implemented(name: str) -> str:
+    return f"{name} is not implemented yet; use {NOT_IMPLEMENTED[name]}"
