@@ -14,7 +14,8 @@ import pytest
 from commands import Command
 
 from steelyard.evaluate import divergence as compare
-from steelyard.evaluate import evaluate, walking
+from steelyard.evaluate import evaluate
+from steelyard.evaluate.layerwise import LayerwiseModel
 from steelyard.report import Report
 
 
@@ -134,7 +135,7 @@ def test_interrupted_before_there_are_figures(
     steelyard: Command, workplace: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    monkeypatch.setattr(walking.Walk, "_check", interrupt_call(5, walking.Walk._check))
+    monkeypatch.setattr(LayerwiseModel, "_check", interrupt_call(5, LayerwiseModel._check))
     limits = ["--samples", 3, "--max-seq-length", 32]
     answer = steelyard("evaluate", model, model, "--data", workplace / "held-out.txt", *limits)
     signal.signal(signal.SIGINT, before)

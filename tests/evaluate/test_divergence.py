@@ -11,9 +11,9 @@ from checkpoints import oracle, quantize, samples, static, weights
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 from families import FAMILIES, small_model
 
-from steelyard.evaluate import Evaluation, evaluate, walking
+from steelyard.evaluate import Evaluation, evaluate, layerwise
 from steelyard.evaluate import divergence as compare
-from steelyard.evaluate.walking import Walk
+from steelyard.evaluate.layerwise import LayerwiseModel
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -126,18 +126,18 @@ def test_hidden_states_beyond_the_limit_go_to_files(
 ) -> None:
     quantized = quantize(source, tmp_path / "q", scheme="W4A16")
     (tmp_path / "spilled").mkdir()
-    monkeypatch.setattr(walking.tempfile, "tempdir", str(tmp_path / "spilled"))
+    monkeypatch.setattr(layerwise.tempfile, "tempdir", str(tmp_path / "spilled"))
     sizes: list[int] = []
-    run = Walk.run
+    run = LayerwiseModel.run
 
-    def watched(self: Walk, *args: Any) -> Any:
+    def watched(self: LayerwiseModel, *args: Any) -> Any:
         ends = run(self, *args)
         sizes.append(
             sum(f.stat().st_size for f in (tmp_path / "spilled").rglob("*") if f.is_file())
         )
         return ends
 
-    monkeypatch.setattr(Walk, "run", watched)
+    monkeypatch.setattr(LayerwiseModel, "run", watched)
     tokens = sum(map(len, samples()))
     both = 2 * tokens * 256 * 4
     in_memory = evaluate(source, quantized, samples(), memory=both)
@@ -154,15 +154,15 @@ def test_one_layer_is_in_memory_at_a_time(
 ) -> None:
     quantized = quantize(source, tmp_path / "q", scheme="W4A16")
     held: list[set[str]] = []
-    check = Walk._check
+    check = LayerwiseModel._check
 
-    def watched(self: Walk, values: torch.Tensor, what: str, verb: str = "is") -> None:
+    def watched(self: LayerwiseModel, values: torch.Tensor, what: str, verb: str = "is") -> None:
         names = self.source.model.named_parameters()
         real = [name for name, p in names if p.device.type != "meta"]
         held.append({".".join(name.split(".")[:3]) for name in real if ".layers." in name})
         check(self, values, what, verb)
 
-    monkeypatch.setattr(Walk, "_check", watched)
+    monkeypatch.setattr(LayerwiseModel, "_check", watched)
     evaluate(source, quantized, samples())
     assert max(map(len, held)) == 1
     assert {"model.layers.0"} in held and {"model.layers.1"} in held and set() in held

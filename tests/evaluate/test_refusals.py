@@ -22,7 +22,7 @@ from steelyard.errors import (
     SteelyardError,
 )
 from steelyard.evaluate import evaluate
-from steelyard.evaluate.walking import Walk
+from steelyard.evaluate.layerwise import LayerwiseModel
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -82,7 +82,7 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(*_: Any) -> None:
         raise AssertionError("the work was started")
 
-    monkeypatch.setattr(Walk, "run", run)
+    monkeypatch.setattr(LayerwiseModel, "run", run)
 
 
 @pytest.mark.usefixtures("no_work")
@@ -149,7 +149,7 @@ def test_config_that_is_not_understood(
     [
         (f"{Q_PROJ}.weight_scale", "the output of model.layers.1 is"),
         ("model.layers.0.mlp.down_proj.weight_scale", "the output of model.layers.0 is"),
-        ("model.embed_tokens.weight", "what goes into the first layer is"),
+        ("model.embed_tokens.weight", "the input of the first layer is"),
         ("model.norm.weight", "its logits are"),
     ],
 )
@@ -168,7 +168,7 @@ def test_parameter_that_is_not_a_number(
     ("changes", "message"),
     [
         ({"num_hidden_layers": 3}, "has 2 layers, .* has 3"),
-        ({"vocab_size": 120}, "knows 128 tokens, .* knows 120"),
+        ({"vocab_size": 120}, "of 128 tokens, .* of 120"),
     ],
 )
 def test_other_models(changes: dict[str, int], message: str, source: Path, tmp_path: Path) -> None:
@@ -195,7 +195,9 @@ def test_other_tokenizers(name: str, first: str, second: str, source: Path, tmp_
     for folder, text in (("m", first), ("q", second)):
         shutil.copytree(source, tmp_path / folder)
         (tmp_path / folder / name).write_text(text)
-    with pytest.raises(PipelineError, match=rf"{name} (and .* number tokens|cannot be read)"):
+    with pytest.raises(
+        PipelineError, match=rf"{name} (and .* have different token ids|cannot be read)"
+    ):
         evaluate(tmp_path / "m", tmp_path / "q", samples())
 
 

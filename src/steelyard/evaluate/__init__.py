@@ -1,10 +1,10 @@
-"""How far a quantized checkpoint is from the model that it was made from.
+"""Measures how far a quantized checkpoint is from its base model.
 
     evaluation = evaluate("path/to/model", "quantized", "held-out.txt")
     print(evaluation)
 
-Perplexity alone hides much: a model may answer differently and be as good on average. So the two
-are compared token by token, by the distributions that they give to the next one.
+Perplexity alone hides changes: a model may answer differently and score the same on average. So the
+two models are compared token by token, by their distributions over the next token.
 """
 
 from __future__ import annotations

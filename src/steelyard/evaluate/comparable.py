@@ -1,4 +1,4 @@
-"""What two models must have in common to be compared; told before any work is done."""
+"""Checks, before any work, that two models can be compared."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from steelyard.checkpoint.header import read_json
 from steelyard.errors import PipelineError
-from steelyard.evaluate.walking import Walk
+from steelyard.evaluate.layerwise import LayerwiseModel
 from steelyard.foreign import reason_of
 
 __all__ = ["check_pair", "check_tokenizers"]
@@ -15,26 +15,26 @@ __all__ = ["check_pair", "check_tokenizers"]
 _FILES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 
 
-def check_pair(base: Walk, quantized: Walk) -> None:
-    """Raise a PipelineError unless the quantized model can have been made from the base."""
-    layers = [len(walk.sequence.layers) for walk in (base, quantized)]
+def check_pair(base: LayerwiseModel, quantized: LayerwiseModel) -> None:
+    """Raise a PipelineError if the models differ in layers or vocabulary size."""
+    layers = [len(model.sequence.layers) for model in (base, quantized)]
     if layers[0] != layers[1]:
         raise PipelineError(
-            f"{base.called} has {layers[0]} layers, {quantized.called} has {layers[1]}; give the "
-            "model that the quantized one was made from"
+            f"{base.label} has {layers[0]} layers, {quantized.label} has {layers[1]}; pass the "
+            "model that was quantized"
         )
     if base.vocab_size != quantized.vocab_size:
         raise PipelineError(
-            f"{base.called} knows {base.vocab_size} tokens, {quantized.called} knows "
-            f"{quantized.vocab_size}; give the model that the quantized one was made from"
+            f"{base.label} has a vocabulary of {base.vocab_size} tokens, {quantized.label} of "
+            f"{quantized.vocab_size}; pass the model that was quantized"
         )
 
 
 def check_tokenizers(base: Path, quantized: Path) -> None:
-    """Raise a PipelineError where both folders have a tokenizer, and they number tokens otherwise.
+    """Raise a PipelineError if both folders have a tokenizer and the token ids differ.
 
-    tokenizer.json is compared by its vocabulary: versions of transformers write the rest
-    differently. Files of other kinds are compared byte by byte.
+    tokenizer.json is compared by its vocabulary, since versions of transformers write the rest
+    differently. Other files are compared byte by byte.
     """
     if _has_both(base, quantized, "tokenizer.json"):
         differ = _vocabulary(base) != _vocabulary(quantized)
@@ -47,9 +47,9 @@ def check_tokenizers(base: Path, quantized: Path) -> None:
         differ = bool(name)
     if differ:
         raise PipelineError(
-            f"{base / name} and {quantized / name} number tokens differently, so the two models "
-            "cannot be compared; give the model that the quantized one was made from, or put its "
-            "tokenizer beside it"
+            f"{base / name} and {quantized / name} have different token ids, so the two models "
+            "cannot be compared; pass the model that was quantized, or copy its tokenizer to the "
+            "quantized one"
         )
 
 
@@ -58,7 +58,7 @@ def _has_both(base: Path, quantized: Path, name: str) -> bool:
 
 
 def _vocabulary(folder: Path) -> Any:
-    """Return what is numbered, and what it is numbered with."""
+    """Return the vocabulary and the added tokens, with their ids."""
     path = folder / "tokenizer.json"
     try:
         content = read_json(path, unique=False)

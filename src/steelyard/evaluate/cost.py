@@ -1,7 +1,7 @@
-"""How much work an evaluation is: its progress counts operations, since its steps are unequal.
+"""Estimates the work of an evaluation in operations, for its progress bar and duration.
 
-A step may embed a batch, which costs next to nothing, or compare two models over a vocabulary.
-Counted alike, they make the remaining time grow as the run goes on.
+Steps are unequal: embedding a batch costs next to nothing, comparing two models over a vocabulary
+costs much. Counted as equal, they would make the remaining time grow during a run.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from torch.nn import Module
 
 __all__ = ["Costs", "seconds_of"]
 
-_LOADED = 200  # operations that it takes as long to read, decode and widen a weight
-_SCORED = 200  # and to compare two logits in fp64
-_REACHED = 0.5  # of the rate of a large product, by a layer with its attention and norms
-_STEP = 2e-3  # seconds that a step takes on top, whatever its size
+_LOADED = 200  # operations that take as long as reading, decoding and casting one weight
+_SCORED = 200  # and as comparing two logits in fp64
+_REACHED = 0.5  # rate of a whole layer, relative to that of a large matrix product
+_STEP = 2e-3  # fixed seconds per step
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 class Costs:
-    """Operations that each step of one model takes.
+    """Operations of each step of one model.
 
-    tokens: of all samples
+    tokens: total over all samples
     """
 
     def __init__(self, model: Any, layers: Any, tokens: int) -> None:
@@ -36,25 +36,25 @@ class Costs:
         self.outside = _LOADED * (every - inside)
 
     def loading(self, index: int) -> float:
-        """Return what it costs to load a layer."""
+        """Return the cost of loading a layer."""
         return _LOADED * sum(float(p.numel()) for p in self.layers[index].parameters())
 
     def layer(self, index: int, tokens: int) -> float:
-        """Return what it costs to run tokens through a layer."""
+        """Return the cost of running tokens through a layer."""
         return 2.0 * tokens * _active_weights(self.layers[index], self.config)
 
     def scoring(self, tokens: int) -> float:
-        """Return what this model's half of a comparison costs."""
+        """Return the cost of this model's half of a comparison."""
         return float(tokens * self.config.vocab_size * (2 * self.config.hidden_size + _SCORED / 2))
 
     def total(self) -> float:
-        """Return the sum over all steps; what is outside the layers is loaded twice."""
+        """Return the sum over all steps; modules outside the layers are loaded twice."""
         each = (self.loading(i) + self.layer(i, self.tokens) for i in range(len(self.layers)))
         return float(2 * self.outside + sum(each) + self.scoring(self.tokens))
 
 
 def _active_weights(layer: Module, config: Any) -> float:
-    """Return how many weights of a layer a token meets: of experts, the chosen ones."""
+    """Return the number of weights active per token: of experts, only the routed ones."""
     chosen = getattr(config, "num_experts_per_tok", None)
     experts = next((n for name in _EXPERTS if (n := getattr(config, name, None))), None)
     share = chosen / experts if chosen and experts else 1.0
@@ -65,9 +65,9 @@ def _active_weights(layer: Module, config: Any) -> float:
 
 
 def seconds_of(operations: float, steps: int, width: int) -> float:
-    """Return about how long operations take on this machine, in so many steps.
+    """Estimate the time that operations take on this machine, from a short measurement.
 
-    width: of the matrices to try it with
+    width: size of the matrices to measure with
     """
     width = min(max(width, 64), 4096)
     x, weight = torch.ones(256, width), torch.ones(width, width)

@@ -1,4 +1,4 @@
-"""What an evaluation found, as numbers, as JSON and as a table."""
+"""The result of an evaluation, as numbers, as JSON and as a table."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ __all__ = ["Evaluation", "EvaluationInterrupted"]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Two models on one text.
+    """Metrics of two models on one text.
 
     base, quantized: the folders
-    samples, tokens: how much was scored; the first token of a sample is not, since nothing
-                     precedes it
-    base_perplexity: exp of the mean negative log-probability of the tokens, for the base
-    perplexity:      and for the quantized model
-    kl_divergence:   mean over the tokens of KL(base || quantized), in nats
-    kl_p99, kl_max:  99 of 100 tokens have at most the first, all have at most the second
-    top1_agreement:  the share of tokens for which both find the same token most likely
-    notes:           what the data was, and what could not be evaluated as it is served
+    samples, tokens: number of samples, and of scored tokens: all but the first of each sample
+    base_perplexity: exp of the mean negative log-likelihood of the tokens, for the base model
+    perplexity:      the same for the quantized model
+    kl_divergence:   mean over tokens of KL(base || quantized), in nats
+    kl_p99, kl_max:  99th percentile and maximum of the KL divergence over tokens
+    top1_agreement:  fraction of tokens for which both models predict the same token
+    notes:           the data used, and differences from how the model is served
     """
 
     base: str
@@ -42,18 +41,18 @@ class Evaluation:
 
     @property
     def perplexity_change(self) -> float:
-        """Return by which share the perplexity grew; NaN where it has no number."""
+        """Relative change of the perplexity; NaN if it is undefined."""
         return self.perplexity / self.base_perplexity - 1 if self.base_perplexity else math.nan
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all of it in JSON's types; a perplexity too large for a number is None."""
+        """Return all fields as JSON types; an infinite perplexity is None."""
         content = asdict(self)
         content["notes"] = list(self.notes)
         floats = {k: v for k, v in content.items() if isinstance(v, float)}
         return {**content, **{k: v if math.isfinite(v) else None for k, v in floats.items()}}
 
     def rows(self) -> list[tuple[str, str]]:
-        """Return what a table of it says, line by line."""
+        """Return the rows of a table: label and value."""
         return [
             ("tokens", f"{self.tokens:,} of {self.samples:,} samples"),
             ("base perplexity", f"{self.base_perplexity:.4f}"),
@@ -82,10 +81,10 @@ class Evaluation:
 
 
 class EvaluationInterrupted(KeyboardInterrupt):
-    """Ctrl-C while tokens were scored.
+    """Raised for Ctrl-C during scoring.
 
-    so_far: what was found for the samples that were scored
-    tokens: how many there were to score
+    so_far: the result over the samples scored so far
+    tokens: number of tokens that were to be scored
     """
 
     def __init__(self, so_far: Evaluation, tokens: int) -> None:

@@ -1,7 +1,7 @@
-"""The mathematics: two distributions over the next token, compared in double precision.
+"""Compares two distributions over the next token, in fp64.
 
-Differences between a model and its 8-bit copy are as small as the rounding of fp32 makes the sums
-of a large vocabulary, so nothing is left to fp32.
+The difference between a model and its 8-bit copy can be as small as fp32's rounding error in sums
+over a large vocabulary.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Scores", "Summary", "score", "summarize"]
+__all__ = ["Metrics", "Scores", "score", "summarize"]
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What is known of each token; all are (tokens), fp64, but `agrees`, which is bool.
+    """Metrics per token, (tokens) each: fp64, and bool for `agrees`.
 
-    base_loss, loss: negative log-probability of the token that follows
+    base_loss, loss: negative log-likelihood of the next token
     divergence:      KL(base || quantized)
-    agrees:          whether both find the same token most likely
+    agrees:          whether both models predict the same token
     """
 
     base_loss: torch.Tensor
@@ -30,8 +30,8 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class Summary:
-    """Means over all tokens, under the names that `Evaluation` has for them."""
+class Metrics:
+    """Means over all tokens; see `Evaluation` for the fields."""
 
     tokens: int
     base_perplexity: float
@@ -47,24 +47,24 @@ def score(base: torch.Tensor, quantized: torch.Tensor, targets: torch.Tensor) ->
     """Compare two models' logits.
 
     base, quantized: (tokens, vocabulary)
-    targets:         (tokens) int64, the token that follows each
+    targets:         (tokens) int64, the next tokens
 
-    KL(p || q) = sum over the vocabulary of p (log p - log q), never below 0 but for rounding.
+    KL(p || q) = sum over the vocabulary of p (log p - log q), clamped at 0 against rounding.
     """
     log_p = base.double().log_softmax(-1)
     log_q = quantized.double().log_softmax(-1)
     chosen = targets.unsqueeze(-1)  # (tokens, 1)
     base_loss, loss = (-log.gather(-1, chosen).squeeze(-1) for log in (log_p, log_q))
-    difference = log_q.sub_(log_p).neg_()  # in place: memory is what this waits for
+    difference = log_q.sub_(log_p).neg_()  # in place: this is bound by memory bandwidth
     divergence = torch.linalg.vecdot(log_p.exp_(), difference).clamp_min(0)
     return Scores(base_loss, loss, divergence, base.argmax(-1) == quantized.argmax(-1))
 
 
-def summarize(scores: list[Scores]) -> Summary:
-    """Return means, and of the divergence the smallest value that 99 of 100 tokens keep to."""
+def summarize(scores: list[Scores]) -> Metrics:
+    """Return means over tokens, and the 99th percentile and maximum of the divergence."""
     divergence = torch.cat([s.divergence for s in scores]).sort().values
     count = len(divergence)
-    return Summary(
+    return Metrics(
         count,
         _perplexity(torch.cat([s.base_loss for s in scores])),
         _perplexity(torch.cat([s.loss for s in scores])),
@@ -76,4 +76,4 @@ def summarize(scores: list[Scores]) -> Summary:
 
 
 def _perplexity(losses: torch.Tensor) -> float:
-    return float(losses.mean().exp())  # infinity where that is too large
+    return float(losses.mean().exp())  # may overflow to infinity

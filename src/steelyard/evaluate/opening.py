@@ -1,7 +1,7 @@
-"""A checkpoint as a model that runs as it is served, with its weights still in the files.
+"""Opens a checkpoint as a model that computes as it is served, with its weights in the files.
 
-Weights are decoded when they are read. Activations and the cache are quantized in the forward pass
-by compressed-tensors itself, as when transformers loads such a checkpoint.
+Weights are decoded when they are read. compressed-tensors itself quantizes activations and the KV
+cache in the forward pass, as in transformers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _OF_ACTIVATIONS = re.compile(r"(input|output|q|k|v)_(scale|zero_point|global_sca
 
 
 def open_model(model: str | Path, trust_remote_code: bool = False) -> tuple[Source, list[str]]:
-    """Return the model of a folder or a name on the hub, and what differs from how it is served."""
+    """Return a model from a folder or the hub, and notes on differences from how it is served."""
     folder = model_folder(model)
     view = DecodedView(folder, cut=False)
     skeleton, keys, joined = build_skeleton(folder, view, trust_remote_code)
@@ -43,11 +43,11 @@ def open_model(model: str | Path, trust_remote_code: bool = False) -> tuple[Sour
     for name, module in skeleton.named_modules():
         if getattr(module, "quantization_scheme", None) is not None:
             _attach(source, view, name, module)
-    return source, _left_out(source, view)
+    return source, _joined_inputs(source, view)
 
 
 def _widen(model: Module, joined: dict[str, list[str]]) -> None:
-    """Let tensors that are joined from decoded ones have their type."""
+    """Give tensors that are joined from decoded ones the type of those."""
     for name in joined:
         module, _, leaf = name.rpartition(".")
         parent = model.get_submodule(module)
@@ -57,21 +57,21 @@ def _widen(model: Module, joined: dict[str, list[str]]) -> None:
 
 
 def _attach(source: Source, view: DecodedView, name: str, module: Any) -> None:
-    """Read the parameters of a module's activations; its weight is decoded when it is read."""
+    """Read the activation parameters of a module; its weight is decoded when it is read."""
     args = module.quantization_scheme.weights
     if args is not None:
         key = source.module_key(name)
         if key not in view.schemes:
             raise CheckpointError(
                 f"{view.folder}: config.json quantizes {name}, but {key} is stored unquantized; "
-                "a server would answer nonsense, so add it to ignore or quantize the model again"
+                "a server would generate garbage, so add it to ignore or quantize the model again"
             )
         if args != view.schemes[key].weights:
             raise CheckpointError(
                 f"{view.folder}: config.json has two schemes for {name}, by name and by class; "
                 "name each module once"
             )
-    module.quantization_status = QuantizationStatus.COMPRESSED  # its weight is as it is
+    module.quantization_status = QuantizationStatus.COMPRESSED  # no rounding in forward
     for leaf, parameter in list(module._parameters.items()):
         if _OF_WEIGHTS.fullmatch(leaf):
             del module._parameters[leaf]
@@ -83,8 +83,8 @@ def _attach(source: Source, view: DecodedView, name: str, module: Any) -> None:
 def _read(view: DecodedView, key: str, like: torch.Tensor) -> torch.Tensor:
     if key not in view:
         raise CheckpointError(
-            f"{view.folder} has no {key}, which config.json asks for; a server would answer "
-            "nonsense, so quantize the model again"
+            f"{view.folder} has no {key}, which config.json asks for; a server would generate "
+            "garbage, so quantize the model again"
         )
     value = view.read(key)
     if value.numel() != like.numel():
@@ -96,10 +96,10 @@ def _read(view: DecodedView, key: str, like: torch.Tensor) -> torch.Tensor:
     return value.float() if value.is_floating_point() else value
 
 
-def _left_out(source: Source, view: DecodedView) -> list[str]:
-    """Return a note on matrices that the class joins: no module is left to quantize their input.
+def _joined_inputs(source: Source, view: DecodedView) -> list[str]:
+    """Return a note on matrices that the class joins, whose inputs no module quantizes.
 
-    Raise for a module that has codes, but no scheme that the class's names match.
+    Raise for a module with quantized weights that no target matches.
     """
     alone = set()
     for name, module in source.model.named_modules():
@@ -108,12 +108,12 @@ def _left_out(source: Source, view: DecodedView) -> list[str]:
             continue
         if getattr(module, "quantization_scheme", None) is None:
             raise CheckpointError(
-                f"{view.folder} holds codes for {key}, but no target of config.json matches "
-                f"{name}; quantize the model again"
+                f"{view.folder} holds quantized weights for {key}, but no target of config.json "
+                f"matches {name}; quantize the model again"
             )
         alone.add(key)
-    left = [s for module, s in view.schemes.items() if module not in alone]
-    count = sum(scheme.input_activations is not None for scheme in left)
+    joined = [s for module, s in view.schemes.items() if module not in alone]
+    count = sum(scheme.input_activations is not None for scheme in joined)
     if not count:
         return []
     return [

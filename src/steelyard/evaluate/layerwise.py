@@ -1,8 +1,8 @@
-"""A model over all samples, one decoder layer in memory at a time, in fp32.
+"""Runs a model over all samples in fp32, with one decoder layer in memory at a time.
 
-What flows between the layers is held for all samples: tokens x hidden size x 4 bytes, in memory or,
-beyond a limit, in a file that the system pages in and out. fp32, because the rounding of a narrower
-type would be taken for that of the quantization.
+The hidden states of all samples take tokens x hidden size x 4 bytes. They are held in memory or,
+beyond a limit, in memory-mapped files. A narrower type than fp32 would add rounding errors of its
+own to those of the quantization.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from steelyard.evaluate.cost import Costs
 from steelyard.model.blocks import Batch, LayerSequence
 from steelyard.model.source import Source, computing_in
 
-__all__ = ["DTYPE", "HiddenStates", "Walk", "default_memory"]
+__all__ = ["DTYPE", "HiddenStates", "LayerwiseModel", "default_memory"]
 
 DTYPE = torch.float32
 
@@ -32,11 +32,10 @@ def default_memory() -> int:
 
 
 class HiddenStates:
-    """Where hidden states are kept: in memory, or in files that go when this is closed.
+    """Storage for hidden states: memory, or temporary files that are removed on exit.
 
-    nbytes: what all of them will take
-    memory: how much of it may be held in memory; more goes to the system's folder for temporary
-            files, which TMPDIR names
+    nbytes: total size of all hidden states
+    memory: limit in bytes; beyond it, all go to files in TMPDIR
     """
 
     def __init__(self, nbytes: int, memory: int) -> None:
@@ -53,7 +52,7 @@ class HiddenStates:
         self._stack.close()
 
     def first(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return a place for hidden states of this shape, with these in it."""
+        """Store the first hidden states of a batch, and return the stored tensor."""
         if not self.spilled:
             return hidden
         path = self._folder / str(self._files)
@@ -62,22 +61,22 @@ class HiddenStates:
         return mapped.view(hidden.shape).copy_(hidden)
 
     def next(self, place: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the place with these hidden states in it instead."""
+        """Replace the stored hidden states of a batch, and return the stored tensor."""
         return place.copy_(hidden) if self.spilled else hidden
 
 
-class Walk:
-    """One model on its way over all samples.
+class LayerwiseModel:
+    """Runs one model over all samples, layer by layer.
 
-    role: how errors call it
+    role: base or quantized, for messages
     """
 
     def __init__(self, source: Source, role: str) -> None:
         assert source.shards is not None
         self.source = source
         self.role = role
-        self.called = f"the {role} model ({source.shards.folder})"
-        with self._layers_alone():
+        self.label = f"the {role} model ({source.shards.folder})"
+        with self._layer_errors():
             self.sequence = LayerSequence(source.model)
 
     @property
@@ -96,9 +95,9 @@ class Walk:
         costs: Costs,
         advance: Callable[[float, str], None],
     ) -> list[Batch]:
-        """Return the batches behind the last layer.
+        """Return the batches after the last layer.
 
-        advance: called with the cost of each step that is done, and where it was
+        advance: called after each step, with its cost and its place
         """
         sequence, source, model = self.sequence, self.source, self.source.model
         count = len(sequence.layers)
@@ -110,9 +109,9 @@ class Walk:
         ):
             advance(costs.outside, f"{self.role} model")
             for input_ids in samples:
-                with self._layers_alone():
+                with self._layer_errors():
                     (batch,) = sequence.start([input_ids], lambda: None)
-                self._check(batch.hidden, "what goes into the first layer")
+                self._check(batch.hidden, "the input of the first layer")
                 batch.hidden = held.first(batch.hidden)
                 batches.append(batch)
         for index, layer in enumerate(sequence.layers):
@@ -129,19 +128,19 @@ class Walk:
 
     @contextlib.contextmanager
     def head(self) -> Iterator[None]:
-        """Hold what comes after the layers; the embedding, often as large, stands aside."""
+        """Hold the modules after the layers in memory, without the often large embedding."""
         model = self.source.model
         embedding = model.get_input_embeddings()
         name = next(n for n, m in model.named_modules() if m is embedding)
         width = embedding.weight.shape[-1]
 
-        def stand_aside(input_ids: torch.Tensor) -> torch.Tensor:
+        def zeros(input_ids: torch.Tensor) -> torch.Tensor:
             return torch.zeros(*input_ids.shape, width, dtype=DTYPE)
 
         before = embedding.__dict__.get("forward")
         with self.source.loaded(model, "", self.sequence.layers, (name,)):
             try:
-                embedding.__dict__["forward"] = stand_aside
+                embedding.__dict__["forward"] = zeros
                 with computing_in(model, DTYPE):
                     yield
             finally:
@@ -152,7 +151,7 @@ class Walk:
     def logits(self, batch: Batch, positions: slice) -> torch.Tensor:
         """Return (batch, positions, vocabulary), within `head`.
 
-        Behind the layers each position is on its own, so some of them are as good as all.
+        After the layers, positions are independent of each other.
         """
         part = Batch(batch.input_ids[:, positions], batch.hidden[:, positions])
         output: Any = self.sequence.finish(part)
@@ -161,21 +160,21 @@ class Walk:
         return logits
 
     @contextlib.contextmanager
-    def _layers_alone(self) -> Iterator[None]:
-        """Say of a model that cannot be taken apart what that means here."""
+    def _layer_errors(self) -> Iterator[None]:
+        """Report a model that cannot run layer by layer as one that cannot be evaluated."""
         try:
             yield
         except PipelineError as error:
             reason = str(error).partition(";")[0]
             raise PipelineError(
-                f"{self.called} cannot be evaluated, because it must run layer by layer: {reason}"
+                f"{self.label} cannot be evaluated, because it must run layer by layer: {reason}"
             ) from error
 
     def _check(self, values: torch.Tensor, what: str, verb: str = "is") -> None:
-        # a finite sum has finite terms, and is quick; one that is too large proves nothing
+        # A finite sum proves finite terms and is quick; it may also overflow, so check again.
         if not bool(torch.isfinite(values.sum())) and not bool(torch.isfinite(values).all()):
             raise NonFiniteError(
-                f"{self.called} gives NaN or infinity: {what} {verb} the first that "
+                f"{self.label} computes NaN or infinity: {what} {verb} the first that "
                 f"{verb} not finite. Look for a scale there that is missing, zero or NaN, and "
                 "quantize the model again"
             )
