@@ -228,7 +228,7 @@ def test_colours_follow_the_measure(show: Callable[..., Page]) -> None:
         "Signal to noise": lambda m: -m.snr,
         "Relative error": lambda m: m.error,
         "Clipped": lambda m: m.clipped,
-        "Tokens seen": lambda m: -m.tokens,
+        "Calibration tokens": lambda m: -m.tokens,
     }
     for label, badness in measures.items():
         page.get_by_role("radio", name=label, exact=True).check()
@@ -319,7 +319,7 @@ def test_evaluation(show: Callable[..., Page]) -> None:
     text = page.locator("#evaluation").inner_text()
     for part in ("8.200", "from 8.000, +2.50 %", "95.0 %", "speed", "3.25", "1,234"):
         assert part in text
-    assert "to the original, per token; 99 % up to 0.01; all up to 0.5" in text
+    assert "to the base model, per token; 99 % below 0.01; maximum 0.5" in text
     assert "tokens of 7 samples in 2.5 s" in text
 
 

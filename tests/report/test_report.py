@@ -207,7 +207,9 @@ def test_json_round_trip(report: Report) -> None:
 
 def test_unknown_version_is_refused() -> None:
     text = json.dumps({**json.loads(layered(1).to_json()), "schema_version": 2})
-    with pytest.raises(ReportError, match="schema_version 2, and this steelyard reads 1; use"):
+    with pytest.raises(
+        ReportError, match="schema_version 2, but this version of Steelyard reads 1; use"
+    ):
         Report.from_json(text)
 
 
@@ -216,8 +218,8 @@ def test_unknown_version_is_refused() -> None:
     [
         ("{", "not JSON"),
         ("[]", "schema_version None"),
-        ('{"schema_version": 1, "moduls": []}', "does not hold at moduls"),
-        ('{"schema_version": 1, "modules": [{}]}', r"does not hold at modules\.0\.name"),
+        ('{"schema_version": 1, "moduls": []}', "is invalid at moduls"),
+        ('{"schema_version": 1, "modules": [{}]}', r"is invalid at modules\.0\.name"),
     ],
 )
 def test_what_is_no_report_is_refused(text: str, message: str) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 
 from steelyard.report import (
     ComparisonRow,
-    LeftOut,
     ModuleReport,
     Report,
     SchemeUse,
+    SkippedWeight,
     Summary,
     decibels,
 )
@@ -127,7 +127,7 @@ def hostile(change: Callable[[str], str] = str) -> Report:
         title=names[0],
         summary=summary(modules, names[0]),
         modules=modules,
-        left=[LeftOut(name=n, shape=[2, 2], bytes=8, reason=n) for n in names],
+        left=[SkippedWeight(name=n, shape=[2, 2], bytes=8, reason=n) for n in names],
         notes=names,
         recipe="\n".join(names),
         evaluation=dict.fromkeys(names, names[0]),

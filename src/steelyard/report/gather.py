@@ -1,4 +1,4 @@
-"""From what a run returns to the sections of its report."""
+"""Builds the sections of a report from the result of a run."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from steelyard.formats import format_of
 from steelyard.formats.descriptions import describe_scales, scheme_label
 from steelyard.formats.tensor_names import WEIGHT, is_parameter, stores_codes
 from steelyard.plan.plan import Plan, Planned
-from steelyard.report.sections import LeftOut, ModuleReport, SchemeUse, Summary, decibels
+from steelyard.report.sections import ModuleReport, SchemeUse, SkippedWeight, Summary, decibels
 
-__all__ = ["left_of", "modules_of", "peak_memory", "summary_of"]
+__all__ = ["modules_of", "peak_memory", "skipped_weights", "summary_of"]
 
 _PACKAGES = ("steelyard", "torch", "compressed-tensors", "safetensors", "transformers")
 
 
 def modules_of(result: Result) -> list[ModuleReport]:
-    """Return all modules that a run quantized, in the order of the model."""
+    """Return the modules that a run quantized, in the order of the model."""
     planned = {p.name: p for p in result.plan.quantized}
     names = [n for n in (*planned, *result.plan.attention) if n in result.modules]
     stacks = Counter(_place(name)[0] for name in names if _place(name)[1] is not None)
@@ -71,7 +71,7 @@ def _weight_of(planned: Planned | None, module: ModuleResult) -> dict[str, Any]:
 
 
 def _place(name: str) -> tuple[str, int | None, int | None, str]:
-    """Return the stack of layers that a module is in, its depth, its expert, and what it is there.
+    """Return a module's list of layers, layer index, expert index, and name within the layer.
 
     >>> _place("model.layers.3.mlp.experts.7.up_proj")
     ('model.layers', 3, 7, 'mlp.experts.*.up_proj')
@@ -86,17 +86,17 @@ def _place(name: str) -> tuple[str, int | None, int | None, str]:
     return ".".join(parts[:first]), int(parts[first]), expert, ".".join(rest) or "*"
 
 
-def left_of(result: Result) -> list[LeftOut]:
+def skipped_weights(result: Result) -> list[SkippedWeight]:
     return [
-        LeftOut(name=left.name, shape=list(left.shape), bytes=left.nbytes, reason=left.reason)
+        SkippedWeight(name=left.name, shape=list(left.shape), bytes=left.nbytes, reason=left.reason)
         for left in result.plan.left
     ]
 
 
 def summary_of(result: Result, modules: list[ModuleReport], folder: Path | None) -> Summary:
-    """Return a run in a few numbers.
+    """Return the totals of a run.
 
-    folder: the checkpoint; without one, its size is that which was planned
+    folder: the checkpoint; without one, its size is taken from the plan
     """
     plan = result.plan
     weighed = [p for p in plan.quantized if p.scheme.weights is not None]
@@ -131,7 +131,7 @@ def summary_of(result: Result, modules: list[ModuleReport], folder: Path | None)
 
 
 def _measured(folder: Path) -> tuple[int, int]:
-    """Return the bytes of a checkpoint's tensors, and how many numbers are not quantized."""
+    """Return the bytes of a checkpoint's tensors, and the number of unquantized elements."""
     with Shards(folder) as shards:
         infos = {name: shards.info(name) for name in shards}
     leaves: dict[str, set[str]] = {}
@@ -179,14 +179,14 @@ def _schemes(plan: Plan) -> list[SchemeUse]:
 
 
 def _words(args: QuantizationArgs | None, of_weights: bool = False) -> str | None:
-    """Return a type and how its scales are laid out, in words."""
+    """Describe a type and the granularity of its scales."""
     if args is None:
         return None
     words = [describe_scales(args)]
     if of_weights:
         words.append(args.observer or "memoryless_minmax")
     elif args.dynamic:
-        words.append("found while serving")
+        words.append("dynamic")
     return ", ".join(words)
 
 
@@ -201,7 +201,7 @@ def _versions() -> dict[str, str]:
 
 
 def peak_memory() -> int | None:
-    """Return the most bytes that this process held so far, where the system tells."""
+    """Return the peak memory of this process in bytes; None if the system does not report it."""
     try:
         import resource
     except ImportError:  # not on Windows

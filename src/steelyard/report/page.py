@@ -1,8 +1,8 @@
-"""One page of HTML: a template, its style, its scripts and the report as data.
+"""Builds one HTML page from a template, its style, its scripts and the report as data.
 
-The data stands in a script element that is never run, with every character escaped that could end
-it, and the scripts build the page from text alone. What may run is named by its hash, so a name in
-a checkpoint cannot bring anything to life, and the page may not load anything from anywhere.
+The data is in a script element that never runs, with all characters escaped that could end it, and
+the scripts insert it as text only. The content security policy allows only the hashes of our own
+script and style, so a name in a checkpoint cannot inject code, and the page cannot load anything.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _UNSAFE = "<>&\u2028\u2029"  # in a script element
 
 
 def page_of(report: str, name: str | None) -> str:
-    """Return the page of a report, which is given as JSON.
+    """Return the page of a report in JSON.
 
-    name: stands in the title of the window
+    name: for the title of the window
     """
     style = "\n".join(map(_file, _STYLES))
     script = '"use strict";\n(() => {\n' + "\n".join(map(_file, _SCRIPTS)) + "\n})();\n"
@@ -58,7 +58,7 @@ def page_of(report: str, name: str | None) -> str:
     }
     pieces = _file("page.html").split("{{")
     filled = [pieces[0]]
-    for piece in pieces[1:]:  # one pass: what is filled in is not looked at again
+    for piece in pieces[1:]:  # one pass, so that inserted text is not expanded again
         key, rest = piece.split("}}", 1)
         filled += [parts[key], rest]
     return "".join(filled)

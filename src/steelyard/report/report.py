@@ -1,4 +1,4 @@
-"""The report: a value that is made of a run, and turned into JSON or a page and back."""
+"""The report of a run: from a result or JSON, to JSON or a page."""
 
 from __future__ import annotations
 
@@ -11,9 +11,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from steelyard.engine.result import Result
 from steelyard.errors import ReportError
-from steelyard.report.gather import left_of, modules_of, summary_of
+from steelyard.report.gather import modules_of, skipped_weights, summary_of
 from steelyard.report.page import page_of
-from steelyard.report.sections import ComparisonRow, Evaluation, LeftOut, ModuleReport, Summary
+from steelyard.report.sections import (
+    ComparisonRow,
+    Evaluation,
+    ModuleReport,
+    SkippedWeight,
+    Summary,
+)
 
 __all__ = ["SCHEMA_VERSION", "Report"]
 
@@ -21,16 +27,16 @@ SCHEMA_VERSION = 1
 
 
 class Report(BaseModel):
-    """What is known of a run, or of several that are compared; see the package for examples."""
+    """A report on one run, or on several ways to quantize; see the package for examples."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     schema_version: int = SCHEMA_VERSION
     title: str | None = None
-    """What the page is called; the model's name where this is None."""
+    """Title of the page; None for the model's name."""
     summary: Summary | None = None
     modules: list[ModuleReport] = Field(default_factory=list)
-    left: list[LeftOut] = Field(default_factory=list)
+    left: list[SkippedWeight] = Field(default_factory=list)
     notes: list[str] = Field(default_factory=list)
     recipe: str | None = None
     evaluation: Evaluation | None = None
@@ -45,13 +51,13 @@ class Report(BaseModel):
     ) -> Report:
         """Return the report of a run.
 
-        folder: where the checkpoint lies until it is put in place
+        folder: the checkpoint, if it is not in the result's output_dir yet
         """
         modules = modules_of(result)
         return cls(
             summary=summary_of(result, modules, folder or result.output_dir),
             modules=modules,
-            left=left_of(result),
+            left=skipped_weights(result),
             notes=list(result.notes),
             recipe=result.recipe.text,
             evaluation=None if evaluation is None else dict(evaluation),
@@ -70,17 +76,17 @@ class Report(BaseModel):
         version = content.get("schema_version") if isinstance(content, dict) else None
         if version != SCHEMA_VERSION:
             raise ReportError(
-                f"the report has schema_version {version!r}, and this steelyard reads "
-                f"{SCHEMA_VERSION}; use the steelyard that wrote it, or write it again"
+                f"the report has schema_version {version!r}, but this version of Steelyard reads "
+                f"{SCHEMA_VERSION}; use the version that wrote it, or write it again"
             )
         try:
             return cls.model_validate(content)
         except ValidationError as error:
             first = error.errors()[0]
             path = ".".join(str(part) for part in first["loc"])
-            raise ReportError(f"the report does not hold at {path}: {first['msg']}") from None
+            raise ReportError(f"the report is invalid at {path}: {first['msg']}") from None
 
     def to_html(self) -> str:
-        """Return one page that needs nothing beside itself."""
+        """Return a self-contained page."""
         name = self.title or (self.summary.model if self.summary else None)
         return page_of(self.to_json(), name)

@@ -1,4 +1,4 @@
-"""The two files of a report, each either as it was or as it should be."""
+"""Reads and writes the two files of a report; each write is atomic."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _DATA = re.compile(rb'<script type="application/json" id="report">(.*?)</script>
 def write_report(
     result: Result, folder: str | Path, evaluation: Mapping[str, Any] | None = None
 ) -> None:
-    """Write the report of a run beside its checkpoint, which lies in `folder`."""
+    """Write the report of a run beside its checkpoint in `folder`."""
     write_files(Report.of(result, evaluation, Path(folder)), folder)
 
 
 def write_files(report: Report, folder: str | Path) -> None:
-    """Write report.json and report.html, over what is there."""
+    """Write report.json and report.html, and replace existing ones."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     _replace(folder / HTML, report.to_html())
@@ -42,14 +42,14 @@ def write_files(report: Report, folder: str | Path) -> None:
 
 
 def read_report(folder: str | Path) -> Report:
-    """Read the report that lies beside a checkpoint."""
+    """Read the report in the folder of a checkpoint."""
     path = Path(folder) / JSON
     try:
         text = path.read_bytes()
     except OSError as error:
         raise ReportError(
-            f"{path} cannot be read: {error.strerror}; steelyard.oneshot writes it beside each "
-            "checkpoint, write_files anywhere"
+            f"{path} cannot be read: {error.strerror}; pass a folder that steelyard.oneshot or "
+            "write_files wrote"
         ) from None
     try:
         return Report.from_json(text)
@@ -58,7 +58,7 @@ def read_report(folder: str | Path) -> Report:
 
 
 def add_evaluation(folder: str | Path, evaluation: Mapping[str, Any]) -> Report:
-    """Put an evaluation into the report of a finished checkpoint, in place of an earlier one."""
+    """Add an evaluation to the report of a finished checkpoint; replaces an earlier one."""
     before = read_report(folder).model_dump()
     report = Report.model_validate({**before, "evaluation": dict(evaluation)})
     write_files(report, folder)
@@ -66,7 +66,7 @@ def add_evaluation(folder: str | Path, evaluation: Mapping[str, Any]) -> Report:
 
 
 def report_at(path: Path) -> Report | None:
-    """Return the report that a file holds, as data or as a page; None where it is none."""
+    """Return the report in a JSON or HTML file; None if the file holds none."""
     try:
         text = path.read_bytes()
         if not text.lstrip().startswith(b"{"):

@@ -1,7 +1,7 @@
-"""The parts of a report: what stands in its JSON, field by field.
+"""The sections of a report, and the fields of its JSON.
 
-An error is squared and relative: that of the stored weight, over the sum of squares of the weight.
-Sizes are in bytes, times in seconds.
+Errors are relative squared errors: the sum of squared errors of the stored weight, over the sum of
+squares of the weight. Sizes are in bytes, times in seconds.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
 __all__ = [
     "ComparisonRow",
     "Evaluation",
-    "LeftOut",
     "ModuleReport",
     "ScaleFigures",
     "SchemeUse",
+    "SkippedWeight",
     "Summary",
     "WeightFigures",
     "decibels",
@@ -25,7 +25,7 @@ __all__ = [
 
 
 def decibels(error: float | None) -> float | None:
-    """Return the ratio of signal to noise; None for no error, whose ratio is infinite.
+    """Return the signal-to-noise ratio; None for no error, where it is infinite.
 
     >>> decibels(0.01)
     20.0
@@ -34,7 +34,7 @@ def decibels(error: float | None) -> float | None:
 
 
 def _in_json(value: Any) -> Any:
-    """Return a value that JSON can hold: infinities and NaN become text."""
+    """Replace infinities and NaN, which JSON cannot hold, by text."""
     if isinstance(value, dict):
         return {key: _in_json(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -52,34 +52,34 @@ class _Section(BaseModel):
 
 
 class SchemeUse(_Section):
-    """One way in which modules are quantized."""
+    """One scheme, and the number of modules that use it."""
 
     label: str
-    """In short, such as W4A16."""
+    """Shorthand, such as W4A16."""
     format: str
-    """As in the checkpoint's config.json."""
+    """The format in the checkpoint's config.json."""
     weights: str | None = None
-    """Type, strategy and observer, in words."""
+    """Type, strategy and observer."""
     inputs: str | None = None
     outputs: str | None = None
     modules: int
 
 
 class Summary(_Section):
-    """A run as a whole."""
+    """Totals of a run."""
 
     model: str
     schemes: list[SchemeUse]
     quantized: int
-    """Modules."""
+    """Number of quantized modules."""
     left: int
-    """Weights that stay as they are."""
+    """Number of weights that are not quantized."""
     weights: int
-    """Numbers in the weights that are quantized."""
+    """Number of elements in the quantized weights."""
     source_bytes: int
     output_bytes: int
     bits_per_weight: float | None
-    """Over the weights that are quantized, with all that is stored for them."""
+    """Over the quantized weights, including scales and zero points."""
     bits_per_weight_overall: float | None
     """Over the whole checkpoint."""
     median_snr: float | None
@@ -87,17 +87,17 @@ class Summary(_Section):
     worst_snr: float | None
     worst_module: str | None
     tokens: int
-    """The most that any module saw."""
+    """Calibration tokens of the module that observed the most."""
     seconds: float
     peak_memory: int | None
-    """Bytes that the process held at most, libraries and all."""
+    """Peak memory of the whole process."""
     created: str
-    """When the run ended, in UTC."""
+    """End of the run, in UTC."""
     versions: dict[str, str]
 
 
 class WeightFigures(_Section):
-    """A sample of the weights, before and after, in equal bins."""
+    """Histograms of a sample of the weights, before and after, with equal bins."""
 
     low: float
     high: float
@@ -106,7 +106,7 @@ class WeightFigures(_Section):
 
 
 class ScaleFigures(_Section):
-    """The scales as they act; `low` and `high` are decimal logarithms, the ends of the bins."""
+    """Histogram of effective scales; `low` and `high` are log10 of the ends of the bins."""
 
     count: int
     negative: int
@@ -119,38 +119,38 @@ class ScaleFigures(_Section):
 
 
 class ModuleReport(_Section):
-    """One module that is quantized."""
+    """One quantized module."""
 
     name: str
     kind: str
-    """What it is in each layer, such as self_attn.q_proj; experts share one kind."""
+    """Name within the layer, such as self_attn.q_proj; experts share one kind."""
     depth: int | None
-    """The number of its layer, None outside of the layers."""
+    """Index of the layer; None outside the layers."""
     expert: int | None
     shape: list[int] | None
-    """None for attention, of which only the states are quantized."""
+    """None for attention modules, where only states are quantized."""
     scheme: str
     observer: str | None
     bytes_before: int | None
     bytes_after: int | None
     error: float | None
     snr: float | None
-    """In decibels; None where there is no error."""
+    """In decibels; None if there is no error."""
     tokens: int
     sampled: int | None = None
-    """How many weights the share and the histograms are taken from."""
+    """Number of weights sampled for `clipped` and the histograms."""
     clipped: float | None = None
-    """Share of the weights beyond what their scale can hold by more than half a step."""
+    """Fraction of weights outside the range of their scale by more than half a step."""
     weight: WeightFigures | None = None
     scale: ScaleFigures | None = None
     activations: dict[str, list[float]] = Field(default_factory=dict)
-    """Smallest and largest of each static scale of what flows in, out, or into the cache."""
+    """Smallest and largest value of each static activation or cache scale."""
     details: dict[str, JsonValue] = Field(default_factory=dict)
-    """What the algorithm tells beyond that."""
+    """Further figures of the algorithm."""
 
 
-class LeftOut(_Section):
-    """A weight that stays as it is."""
+class SkippedWeight(_Section):
+    """A weight that is not quantized."""
 
     name: str
     shape: list[int]
@@ -165,12 +165,12 @@ class ComparisonRow(_Section):
     observer: str | None = None
     bytes: int | None = None
     bits_per_weight: float | None = None
-    """Over the weights that are quantized, with all that is stored for them."""
+    """Over the quantized weights, including scales and zero points."""
     error: float | None = None
     """Over all weights."""
     snr: float | None = None
-    """In decibels; the page computes it where only the error is given."""
+    """In decibels; the page computes it if only the error is given."""
     layers: list[float | None] = Field(default_factory=list)
-    """The error of each layer, by depth."""
+    """Error of each layer."""
     seconds: float | None = None
     evaluation: Evaluation = Field(default_factory=dict)

@@ -10,7 +10,7 @@ function steps(counts, height, tallest, scaled) {
   return `${path}L600 ${height}`;
 }
 
-// zero: how far along the axis it lies, if it does
+// zero: its position on the axis, if it is there
 function histogram(label, series, ends, logarithmic, zero) {
   const tallest = Math.max(1, ...series.flatMap((s) => s.counts));
   const scaled = logarithmic ? (n) => Math.log1p(n) : (n) => n;

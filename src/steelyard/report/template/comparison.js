@@ -3,7 +3,7 @@
 const LINES = 6;
 const EVALUATED = {
   perplexity: "Perplexity",
-  base_perplexity: "Perplexity before",
+  base_perplexity: "Base perplexity",
   kl_divergence: "KL",
   top1_agreement: "Top-1",
   tokens: "Tokens",
@@ -25,7 +25,7 @@ function comparison(rows) {
       el("span", { class: "track" }, filled),
     );
   };
-  // A bar for what counts: what the model lost where that was measured, else the weights.
+  // A bar for the KL divergence if it was measured, else for the error of the weights.
   const losses = finite(rows.map((row) => row.evaluation.kl_divergence));
   const most = Math.max(...(losses.length ? losses : finite(ratios)), 1e-9);
   const measured = (name, n) => {

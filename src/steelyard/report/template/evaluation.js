@@ -1,4 +1,4 @@
-// What the quantized model lost, as far as it was evaluated.
+// The metrics of an evaluation, if there is one.
 
 function evaluation(found) {
   const rest = { ...found };
@@ -34,16 +34,16 @@ function evaluation(found) {
                     : ""
                 }`,
           ],
-      after === undefined && before !== undefined ? ["Perplexity before", number(before, 3)] : null,
+      after === undefined && before !== undefined ? ["Base perplexity", number(before, 3)] : null,
       kl === undefined
         ? null
         : [
             "KL divergence",
             anything(kl),
             [
-              "to the original, per token",
-              most === undefined ? null : `99 % up to ${anything(most)}`,
-              worst === undefined ? null : `all up to ${anything(worst)}`,
+              "to the base model, per token",
+              most === undefined ? null : `99 % below ${anything(most)}`,
+              worst === undefined ? null : `maximum ${anything(worst)}`,
             ]
               .filter(Boolean)
               .join("; "),
@@ -55,7 +55,7 @@ function evaluation(found) {
             typeof agreement === "number"
               ? `${(100 * agreement).toFixed(1)} %`
               : anything(agreement),
-            "with the original",
+            "with the base model",
           ],
       tokens === undefined
         ? null

@@ -1,4 +1,4 @@
-// A map of cells that can be pointed at, or walked with the arrow keys.
+// A heat map with cells to point at, or to move over with the arrow keys.
 
 const LEVELS = 12;
 
@@ -7,7 +7,7 @@ const mean = (numbers) =>
 const known = (modules, key) =>
   modules.map((m) => m[key]).filter((n) => n !== null && n !== undefined);
 
-// value: of the modules of one cell; worse: whether more is worse (1) or less; scaled: what is even in colour
+// value: of the modules of one cell; worse: 1 if more is worse, else -1; scaled: the value that colours are linear in
 const MEASURES = {
   snr: {
     label: "Signal to noise",
@@ -29,13 +29,13 @@ const MEASURES = {
   },
   clipped: {
     label: "Clipped",
-    unit: "share of weights",
+    unit: "fraction of weights",
     worse: 1,
     value: (modules) => mean(known(modules, "clipped")),
     text: share,
   },
   tokens: {
-    label: "Tokens seen",
+    label: "Calibration tokens",
     unit: "tokens",
     worse: -1,
     scaled: Math.log1p,
@@ -44,7 +44,7 @@ const MEASURES = {
   },
 };
 
-// Which cell an event is about.
+// The cell of an event.
 const cellOf = (event) => event.target.dataset && event.target.dataset.at;
 
 // rows: [{key, label}], columns: [label], cells: Map of "row/column" to modules
@@ -152,7 +152,7 @@ function heatMap({ label, rows, columns, columnName, cells, open }) {
       el("span", {}, ends[1]),
       el("span", { class: "unit" }, `${measure.unit}, worse to the right`),
     );
-    readout.textContent = "Point at a cell, or walk with the arrow keys; Enter opens it.";
+    readout.textContent = "Point at a cell, or move with the arrow keys; Enter opens it.";
   }
 
   function step(dr, dc) {
@@ -222,7 +222,7 @@ function place(cells, at, module) {
   cells.get(at).push(module);
 }
 
-// Depth across, kinds downwards; what is outside of the layers has a column of its own.
+// Layers across, kinds downwards; modules outside the layers have a column of their own.
 function errorMap(modules, open) {
   const depths = [...new Set(modules.map((m) => m.depth))].toSorted(
     (a, b) => (a ?? Infinity) - (b ?? Infinity),

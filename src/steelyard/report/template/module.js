@@ -2,10 +2,10 @@
 
 const GPTQ_WORDS = {
   loss: "Loss",
-  nearest_loss: "Loss of plain rounding",
+  nearest_loss: "Loss of rounding to nearest",
   dampening_frac: "Dampening",
   dead_columns: "Dead columns",
-  nearest_rows: "Rows rounded plainly",
+  nearest_rows: "Rows rounded to nearest",
   fallback: "Fallback",
 };
 
@@ -143,7 +143,7 @@ function moduleDialog() {
           ["Signal to noise", m.snr === null ? decibels(m.snr, m.error) : `${m.snr.toFixed(2)} dB`],
           ["Relative squared error", small(m.error)],
           ["Clipped", share(m.clipped)],
-          ["Tokens seen", m.tokens ? count(m.tokens) : NONE],
+          ["Calibration tokens", m.tokens ? count(m.tokens) : NONE],
         ]),
         m.weight || m.scale ? el("label", { class: "check" }, log, "Logarithmic counts") : null,
         pictures,
@@ -158,7 +158,7 @@ function moduleDialog() {
             ? ["Bits per weight", ((8 * m.bytes_after) / (m.shape[0] * m.shape[1])).toFixed(2)]
             : null,
           m.scale
-            ? ["Scales, least to largest", `${small(m.scale.min)} … ${small(m.scale.max)}`]
+            ? ["Scales, smallest to largest", `${small(m.scale.min)} … ${small(m.scale.max)}`]
             : null,
           m.scale ? ["Median scale", small(m.scale.median)] : null,
           m.scale && m.scale.negative ? ["Negative scales", count(m.scale.negative)] : null,

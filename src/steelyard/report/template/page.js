@@ -5,7 +5,7 @@ function left(all) {
   for (const one of all) place(reasons, one.reason, one);
   section(
     "left",
-    "Left as they are",
+    "Not quantized",
     [...reasons].map(([reason, some]) => {
       const size = some.reduce((sum, one) => sum + one.bytes, 0);
       const rows = () =>

@@ -68,7 +68,7 @@ function scaleChart(modules) {
         "div",
         { class: "axis" },
         first < 0
-          ? [el("span", {}, "outside of the layers")]
+          ? [el("span", {}, "outside the layers")]
           : [
               el("span", {}, `layer ${first}`),
               el("span", {}, order.length > 1 ? `layer ${last}` : ""),

@@ -27,14 +27,14 @@ function summary(s) {
             `${s.median_snr.toFixed(1)} dB`,
             `median; worst ${s.worst_snr.toFixed(1)} dB`,
           ],
-      ["Modules", count(s.quantized), `quantized; ${count(s.left)} weights left as they are`],
+      ["Modules", count(s.quantized), `quantized; ${count(s.left)} weights not quantized`],
       s.tokens
-        ? ["Tokens", count(s.tokens), `most seen by a module; fewest ${count(fewest)}`]
+        ? ["Tokens", count(s.tokens), `most per module; fewest ${count(fewest)}`]
         : null,
       [
         "Time",
         duration(s.seconds),
-        s.peak_memory === null ? null : `at most ${bytes(s.peak_memory)} of memory`,
+        s.peak_memory === null ? null : `peak memory ${bytes(s.peak_memory)}`,
       ],
     ]),
     el(
@@ -63,8 +63,8 @@ function summary(s) {
               {},
               el("th", { scope: "row" }, use.label),
               el("td", {}, count(use.modules)),
-              el("td", { class: "word" }, use.weights ?? "as they are"),
-              el("td", { class: "word" }, use.inputs ?? "as they are"),
+              el("td", { class: "word" }, use.weights ?? "not quantized"),
+              el("td", { class: "word" }, use.inputs ?? "not quantized"),
               el("td", { class: "word" }, use.format),
             ),
           ),

@@ -1,4 +1,4 @@
-// All modules: searched, filtered, sorted. Only the rows that can be seen exist.
+// All modules, with search, filters and sorting. Only visible rows are in the document.
 
 const COLUMNS = [
   { key: "name", label: "Module", text: (m) => m.name, order: (m) => m.index },
@@ -119,7 +119,7 @@ function moduleTable(modules, open) {
       const x = order(a),
         y = order(b);
       if (x === y || (x === null && y === null)) return a.index - b.index;
-      if (x === null || y === null) return x === null ? 1 : -1; // what is not known comes last
+      if (x === null || y === null) return x === null ? 1 : -1; // unknown values come last
       return (x < y ? -1 : 1) * way;
     });
     heads.forEach((head, i) => {

@@ -1,4 +1,4 @@
-// Elements, and numbers in words. Text from the report only ever becomes text.
+// Creates elements and formats numbers. Text from the report is only ever set as text.
 
 const report = JSON.parse(document.getElementById("report").textContent);
 const SVG = "http://www.w3.org/2000/svg";
