@@ -128,7 +128,7 @@ def test_parquet(tmp_path: Path, shuffle: bool) -> None:
     taken = rows(take(path, shuffle=shuffle, num_calibration_samples=7))
     in_order = rows(take(TEXTS, shuffle=shuffle, num_calibration_samples=7))
     assert taken == in_order
-    with pytest.raises(DataError, match=r"data\.parquet: .*nothing.*only: text, other"):
+    with pytest.raises(DataError, match=r"data\.parquet: .*nothing.*got: text, other"):
         take(path, text_column="nothing")
     path.write_bytes(b"no parquet")
     with pytest.raises(DataError, match=r"data\.parquet is not a parquet file"):
@@ -198,7 +198,7 @@ def test_data_frames(shuffle: bool) -> None:
     assert rows(take(frame["text"], shuffle=shuffle)) == expected
     ids = pandas.DataFrame({"input_ids": IDS})
     assert rows(take(ids, shuffle=shuffle, tokenizer=unused)) == expected
-    with pytest.raises(DataError, match=r"the DataFrame, sample 0: none of .*only: n"):
+    with pytest.raises(DataError, match=r"the DataFrame, sample 0: expected one of .*got: n"):
         take(frame[["n"]])
 
 
@@ -401,7 +401,7 @@ def test_padding_is_cut_off_on_any_side(
 @pytest.mark.parametrize(
     ("ids", "mask", "told"),
     [
-        ([1, 2, 3], [1, 0, 1], "a hole"),
+        ([1, 2, 3], [1, 0, 1], "a gap"),
         ([1, 2, 3], [1, 1], "shape"),
         ([1, 2, 3], [1, 2, 3], "other than 0 and 1"),
         ([1, 2, 3], [1.0, 0.5, 0.0], "other than 0 and 1"),
@@ -505,7 +505,7 @@ def test_packages_that_are_missing_are_named(
 def test_unknown_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "data.csv"
     path.write_text("text\nw1\n")
-    with pytest.raises(DataError, match=re.escape("files of type .csv are not read")):
+    with pytest.raises(DataError, match=re.escape("cannot read files of type .csv")):
         take(path)
     with pytest.raises(DataError, match="is a file"):
         take(write_jsonl(tmp_path / "data.jsonl", [{"text": "w1"}]), split="train")
