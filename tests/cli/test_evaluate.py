@@ -127,7 +127,7 @@ def test_interrupted_it_prints_the_figures_so_far(
         assert (answer.out, answer.err.splitlines()[-1]) == ("", message)
     else:
         assert answer.out.splitlines()[:7] == two[:7]
-        assert answer.err.splitlines()[-1] == f"{message}; the figures above are of those"
+        assert answer.err.splitlines()[-1] == f"{message}; the figures above are for those"
     assert (quantized / "report.json").read_bytes() == report
 
 

@@ -44,7 +44,7 @@ def test_help_lists_every_command_with_a_whole_sentence(steelyard: Command) -> N
         line = re.search(rf"^  {name} +(.*)$", answer.out, re.MULTILINE)
         assert line is not None and line[1].endswith("."), name
         assert "..." not in line[1], name
-    assert re.search(r"^ +2 +what was asked for cannot work", answer.out, re.MULTILINE)
+    assert re.search(r"^ +2 +the request is invalid", answer.out, re.MULTILINE)
     assert "--install-completion" in answer.out
 
 

@@ -65,7 +65,7 @@ def test_filter_that_would_never_end(steelyard: Command, quantized: Path) -> Non
     answer = steelyard("inspect", quantized, "--filter", r"re:(?:(?:.|..)+)+\d\d\d")
     assert answer.code == 2 and "takes longer than 2 s" in answer.err
     answer = steelyard("inspect", quantized, "--filter", "re:(")
-    assert answer.code == 2 and "is no expression" in answer.err
+    assert answer.code == 2 and "is not a regular expression" in answer.err
 
 
 def test_all_and_filter(steelyard: Command, quantized: Path) -> None:

@@ -1,7 +1,7 @@
-"""The command line: one file per command, and what they share.
+"""The command line: one file per command, and shared options and output.
 
-Nothing heavy is imported until a command runs: `--help`, `--version` and completion answer at once.
-The commands themselves are imported by `main`, when Ctrl-C ends with a line already.
+Nothing heavy is imported until a command runs, so `--help`, `--version` and completion are quick.
+`main` imports the commands once Ctrl-C is handled.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def main() -> NoReturn:
             from steelyard.cli.app import run
 
             code = run()
-    except KeyboardInterrupt:  # while the commands were imported, or at the very end
+    except KeyboardInterrupt:  # during the imports, or at exit
         print("error: interrupted", file=sys.stderr)
         code = 130
     sys.exit(code)

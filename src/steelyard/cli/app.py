@@ -1,4 +1,4 @@
-"""The program `steelyard`: its commands, and how it starts and ends."""
+"""The program `steelyard`: its commands, start and exit."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ Examples:
 Exit codes:
   0    done
   1    a checkpoint, the data or the run failed; the message says what to do
-  2    what was asked for cannot work; nothing was done
+  2    the request is invalid; nothing was done
   130  interrupted
 
 Data goes to standard output, progress and messages to standard error. With --json, standard output
@@ -60,7 +60,7 @@ is one JSON document with the field "schema".
 
 
 class Group(TyperGroup):
-    """The commands, which suggest the nearest name for one that is not there."""
+    """The commands; suggests the nearest name for an unknown one."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         known = self.list_commands(ctx)
@@ -73,7 +73,7 @@ class Group(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt:  # which typer would turn into an exit code without a word
+        except KeyboardInterrupt:  # typer would exit without a message
             raise Interrupted() from None
 
 
@@ -97,7 +97,7 @@ def _options(
         bool,
         typer.Option(
             "--traceback",
-            help="Show where an error comes from; also STEELYARD_TRACEBACK=1.",
+            help="Show the traceback of an error; also STEELYARD_TRACEBACK=1.",
         ),
     ] = False,
 ) -> None:
@@ -107,9 +107,8 @@ def _options(
 def build(rich: bool | None = None, whole: bool = True) -> typer.Typer:
     """Return the program.
 
-    rich:  help with colours and frames; None where standard output is a terminal
-    whole: the program's own help and completion too, which a command does not need and which take
-           time to prepare
+    rich:  help with colours and frames; None: if standard output is a terminal
+    whole: include the program's own help and completion, which take time and no command needs
     """
     if rich is None:
         rich = sys.stdout.isatty() and not _completes()
@@ -130,7 +129,7 @@ def build(rich: bool | None = None, whole: bool = True) -> typer.Typer:
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; return the exit code. What goes wrong is said on standard error."""
+    """Run a command and return its exit code; errors go to standard error."""
     with interruptible():
         return _run(arguments)
 
@@ -148,7 +147,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         command = typer.main.get_command(build(whole=_completes() or not named))
         result = command.main(given, prog_name="steelyard", standalone_mode=False)
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever read our output has seen enough
+    except BrokenPipeError:  # the reader of our output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except Exception as error:

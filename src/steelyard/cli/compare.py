@@ -1,4 +1,4 @@
-"""`steelyard compare`: observers and schemes side by side on the weights of a model."""
+"""`steelyard compare`: compares observers and schemes on the weights of a model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def compare(
             "--schemes",
             metavar="NAME,NAME",
             autocompletion=completing(SCHEMES),
-            help="How the weights are stored.",
+            help="Schemes for weights.",
         ),
     ] = "W4A16,NVFP4A16",
     ignore: options.Ignore = None,
@@ -51,7 +51,7 @@ def compare(
             "--layers",
             metavar="N",
             min=1,
-            help="Only so many layers, evenly spread over the model.",
+            help="Only this many layers, evenly spread over the model.",
             show_default="all",
         ),
     ] = None,
@@ -61,7 +61,7 @@ def compare(
             "--report",
             metavar="FILE",
             parser=options.output_path,
-            help="Write the comparison there: a page to .html, else JSON.",
+            help="Write the comparison to a file: a page for .html, else JSON.",
             show_default=False,
         ),
     ] = None,
@@ -69,9 +69,9 @@ def compare(
 ) -> None:
     """Compare observers and schemes on the weights of a model.
 
-    Each weight is read once. The error is the squared error of what would be stored over the sum of
-    squares of the weight; 10 dB more are a tenth of it. Weight error is not what a model loses:
-    quantize with the best few and let `steelyard evaluate` decide.
+    Each weight is read once. The error is the sum of squared errors of the stored weight over the
+    sum of squares of the weight; 10 dB more is a tenth of it. A smaller weight error does not
+    always make a better model: quantize with the best few and decide by `steelyard evaluate`.
 
     \b
     Examples:
@@ -81,10 +81,10 @@ def compare(
     chosen = [one_of("observer", name, OBSERVERS) for name in _split(observers)]
     stored = [one_of("scheme", name, SCHEMES) for name in _split(schemes)]
     if not chosen or not stored:
-        raise typer.BadParameter("give at least one observer and one scheme")
+        raise typer.BadParameter("name at least one observer and one scheme")
     keep = matching(filter)
     if report is not None and not report.absolute().parent.is_dir():
-        raise typer.BadParameter(f"there is no folder {report.parent} for the report; make it")
+        raise typer.BadParameter(f"there is no folder {report.parent} for the report; create it")
     if report is not None and is_first():
         try:
             _comparison_file().check_place(report)
@@ -117,7 +117,7 @@ def _comparison_file() -> FileKind:
 
 
 def _is_comparison(path: Path) -> bool:
-    """Whether a file was written by `--report`."""
+    """Whether `--report` wrote a file."""
     import json
 
     from steelyard.report import report_at
@@ -133,7 +133,7 @@ def _is_comparison(path: Path) -> bool:
 
 
 def write_comparison_report(comparison: Comparison, path: Path) -> None:
-    """Write a comparison to a file: a page if its name ends so, else JSON."""
+    """Write a comparison to a file: a page for .html, else JSON."""
     if path.suffix.lower() in (".html", ".htm"):
         _comparison_file().write(path, _page(comparison).encode())
         return

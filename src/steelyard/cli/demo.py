@@ -1,4 +1,4 @@
-"""`steelyard demo`: the model that ships with the package, quantized in several ways."""
+"""`steelyard demo`: quantizes the included model in several ways and measures each."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ TITLE = "Steelyard's demo"
 MEASURED = ("kl_divergence", "perplexity", "top1_agreement")
 
 
-class Way(NamedTuple):
-    """One way to quantize the model: what is stored, and what finds the scales."""
+class Variant(NamedTuple):
+    """One way to quantize the model: a scheme and an observer or algorithm."""
 
     scheme: str
     observer: str
@@ -42,12 +42,12 @@ class Way(NamedTuple):
 
     @property
     def title(self) -> str:
-        """What the report of the checkpoint is called."""
+        """Title of the checkpoint's report."""
         return f"{self.scheme}, {self.observer}"
 
     @property
     def name(self) -> str:
-        """What the folder of the checkpoint is called."""
+        """Name of the checkpoint's folder."""
         return f"{self.scheme}-{self.observer}".replace(" + ", "-").replace(" ", "-")
 
 
@@ -59,20 +59,20 @@ def demo(
             "-o",
             metavar="FOLDER",
             parser=options.output_path,
-            help="Where the checkpoints go; those of an earlier demo are replaced.",
-            show_default="a folder for temporary files",
+            help="Folder for the checkpoints; those of an earlier demo are replaced.",
+            show_default="a temporary folder",
         ),
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace other checkpoints that are there, too.")
+        bool, typer.Option("--overwrite", help="Replace other checkpoints in the folder, too.")
     ] = False,
     samples: options.Samples = 16,
     max_seq_length: options.MaxSeqLength = 512,
     json: options.Json = False,
 ) -> None:
-    """Quantize and measure the small model that comes along.
+    """Quantize and measure the included small model.
 
-    In 8, 4 and 3 bits, with and without calibration data. Takes a minute and no network.
+    In 8, 4 and 3 bits, with and without calibration data. Takes a minute and needs no network.
 
     \b
     Example:
@@ -91,12 +91,12 @@ def demo(
     calibration, held_out = calibration_texts(samples), held_out_texts(samples)
     limits = {"max_seq_length": max_seq_length, "show_progress": False}
     found = []
-    torch.set_num_threads(1)  # matrices of this size gain nothing from more
-    with progress("demo", len(ways()), None if is_first() else False) as step:
-        for way in ways():
+    torch.set_num_threads(1)  # matrices this small gain nothing from more
+    with progress("demo", len(variants()), None if is_first() else False) as step:
+        for variant in variants():
             if is_first() and not sys.stderr.isatty():
-                print(f"{way.scheme}, {way.observer}", file=sys.stderr)
-            found.append(_run(way, model, calibration, held_out, folder / way.name, limits))
+                print(f"{variant.scheme}, {variant.observer}", file=sys.stderr)
+            found.append(_run(variant, model, calibration, held_out, folder / variant.name, limits))
             step()
     page = folder / "report.html"
     if is_first():
@@ -108,8 +108,8 @@ def demo(
         return
     _print(found, original)
     print_line()
-    print_line(f"KL is the divergence from the original in nats for a token, over {samples} texts")
-    print_line("that the model has not seen: less is better.")
+    print_line(f"KL is the divergence from the original in nats per token, over {samples} held-out")
+    print_line("texts: less is better.")
     print_line(f"{len(found)} checkpoints in {duration(time.perf_counter() - started)}: {folder}")
     print_line(f"report: {page}", style="bold green")
     print_line()
@@ -118,7 +118,7 @@ def demo(
 
 
 def program() -> str:
-    """Return how to call this program from here: by its name if the shell finds it."""
+    """Return the command that runs this program: its name if the shell finds it, else its path."""
     found = shutil.which("steelyard")
     own = Path(sys.argv[0])
     if own.name != "steelyard" or (found and Path(found).resolve() == own.resolve()):
@@ -127,7 +127,7 @@ def program() -> str:
 
 
 def check_places(folder: Path, overwrite: bool) -> None:
-    """Refuse, before any work, to replace what is neither an earlier demo's nor a checkpoint."""
+    """Refuse, before any work, to replace files that no earlier demo wrote."""
     from steelyard.checkpoint.place import check_output
     from steelyard.errors import ReportError
     from steelyard.report import report_at
@@ -137,40 +137,40 @@ def check_places(folder: Path, overwrite: bool) -> None:
         report = report_at(path)
         return None if report is None else report.title
 
-    for way in ways():
-        place = (folder / way.name).resolve()
-        check_output(place, overwrite or title_at(place / "report.json") == way.title)
+    for variant in variants():
+        place = (folder / variant.name).resolve()
+        check_output(place, overwrite or title_at(place / "report.json") == variant.title)
     page = FileKind("report of a demo", lambda path: title_at(path) == TITLE, ReportError)
     for name in ("report.json", "report.html") if folder.is_dir() else ():
         page.check_place(folder / name)
 
 
 def _run(
-    way: Way,
+    variant: Variant,
     model: Path,
     calibration: list[str],
     held_out: list[str],
     folder: Path,
     limits: dict[str, Any],
 ) -> dict[str, Any]:
-    """Quantize the model in one way, measure it, and return what came of it in JSON's types."""
+    """Quantize the model in one way, measure it, and return the results as JSON types."""
     from steelyard.entry import oneshot
     from steelyard.evaluate import evaluate
     from steelyard.recipes import load_recipe
     from steelyard.report import read_report, write_files
 
-    data = calibration if load_recipe(way.recipe).needs_data else None
-    result = oneshot(model, way.recipe, data, folder, overwrite=True, **limits)
+    data = calibration if load_recipe(variant.recipe).needs_data else None
+    result = oneshot(model, variant.recipe, data, folder, overwrite=True, **limits)
     measured = evaluate(model, folder, held_out, **limits).as_dict()
     report = read_report(folder).model_copy(
-        update={"title": way.title, "evaluation": numbers_of(measured)}
+        update={"title": variant.title, "evaluation": numbers_of(measured)}
     )
     if is_first():
         write_files(report, folder)
     summary = report.summary
     return {
-        "scheme": way.scheme,
-        "observer": way.observer,
+        "scheme": variant.scheme,
+        "observer": variant.observer,
         "output": str(folder),
         "report": str(folder / "report.html"),
         "bytes": _stored_bytes(folder),
@@ -181,10 +181,10 @@ def _run(
     }
 
 
-def ways() -> list[Way]:
-    """Return the ways of the demonstration, from the gentlest to the harshest.
+def variants() -> list[Variant]:
+    """Return the variants of the demo, from the most to the fewest bits.
 
-    Schemes are written out where an older compressed-tensors has no preset for them.
+    Schemes without a preset in older versions of compressed-tensors are written out.
     """
     from steelyard.modifiers import GPTQModifier, IMatrixGatherer, QuantizationModifier
 
@@ -202,9 +202,9 @@ def ways() -> list[Way]:
     inputs = {"num_bits": 8, "strategy": "tensor", "dynamic": False, "observer": "static_minmax"}
     static = scheme(weights=channels, input_activations=inputs)
     found = [
-        Way("W8A16", "memoryless_minmax", plain(scheme(weights=integers(8)))),
-        Way("W8A8", "static_minmax", plain(static)),
-        Way("FP8_DYNAMIC", "memoryless_minmax", plain({"scheme": "FP8_DYNAMIC"})),
+        Variant("W8A16", "memoryless_minmax", plain(scheme(weights=integers(8)))),
+        Variant("W8A8", "static_minmax", plain(static)),
+        Variant("FP8_DYNAMIC", "memoryless_minmax", plain({"scheme": "FP8_DYNAMIC"})),
     ]
     for name, what in {
         "NVFP4A16": {"scheme": "NVFP4A16"},
@@ -212,15 +212,15 @@ def ways() -> list[Way]:
         "W3A16": scheme(weights=integers(3)),
     }.items():
         found += [
-            Way(name, "memoryless_minmax", plain(what)),
-            Way(name, "optimal + data", [IMatrixGatherer(), plain(what, "optimal")]),
-            Way(name, "GPTQ", GPTQModifier(**what, ignore=["lm_head"])),
+            Variant(name, "memoryless_minmax", plain(what)),
+            Variant(name, "optimal + data", [IMatrixGatherer(), plain(what, "optimal")]),
+            Variant(name, "GPTQ", GPTQModifier(**what, ignore=["lm_head"])),
         ]
     return found
 
 
 def write_demo_report(found: list[dict[str, Any]], folder: Path) -> None:
-    """Write a page that compares the checkpoints; each has one of its own, too."""
+    """Write a page that compares the checkpoints, which have their own reports too."""
     from steelyard.report import ComparisonRow, Report, write_files
 
     rows = [
@@ -233,16 +233,16 @@ def write_demo_report(found: list[dict[str, Any]], folder: Path) -> None:
     ]
     tokens = found[0]["evaluation"]["tokens"]
     notes = [
-        f"KL divergence from the original is the mean over {tokens:,} tokens that the model has "
-        "not seen, in nats; less is better. The error is that of the weights: GPTQ lets it grow "
-        "where little flows.",
-        "Each checkpoint lies beside this page, with a report of its own.",
+        f"KL divergence from the original is the mean over {tokens:,} held-out tokens, in nats; "
+        "less is better. The error is that of the weights: GPTQ lets it grow where inputs are "
+        "small.",
+        "Each checkpoint is in a folder beside this page, with a report of its own.",
     ]
     write_files(Report(title=TITLE, comparison=rows, notes=notes), folder)
 
 
 def _mean_error(result: Result) -> float:
-    """Return the error of the stored weights, each module counted by its size."""
+    """Return the mean error of the stored weights, weighted by the size of modules."""
     sizes = {p.name: p.shape[0] * p.shape[1] for p in result.plan.quantized}
     known = {name: m.error for name, m in result.modules.items() if m.error is not None}
     return sum(e * sizes[n] for n, e in known.items()) / max(sum(sizes[n] for n in known), 1)

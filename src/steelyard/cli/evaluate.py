@@ -1,4 +1,4 @@
-"""`steelyard evaluate`: what a quantized model lost."""
+"""`steelyard evaluate`: compares a quantized model with the original."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def evaluate(
         typer.Option(
             "--data",
             metavar="FILE",
-            help="Text that was not used for calibration, as for quantize.",
+            help="Held-out text, not used for calibration; files as for quantize.",
             show_default=False,
         ),
     ],
@@ -50,10 +50,10 @@ def evaluate(
     trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
 ) -> None:
-    """Measure what a quantized model lost against the original.
+    """Measure how far a quantized model is from the original.
 
-    Perplexity of both, the KL divergence between them, and how often they agree on the next token.
-    If the checkpoint has a report, the result is added to it.
+    Reports the perplexity of both, the KL divergence between them, and how often they predict the
+    same next token. If the checkpoint has a report, the result is added to it.
 
     \b
     Example:
@@ -80,7 +80,7 @@ def evaluate(
         if json:
             raise Interrupted(str(stopped)) from None
         _print(stopped.so_far, data)
-        raise Interrupted(f"{stopped}; the figures above are of those") from None
+        raise Interrupted(f"{stopped}; the figures above are for those") from None
     except KeyboardInterrupt:
         raise Interrupted(
             "there are no figures yet: tokens are scored after the last layer of both models"
@@ -92,7 +92,7 @@ def evaluate(
         _print(found, data)
     report = Path(quantized) / "report.json"
     if report.is_file() and is_first():
-        sys.stdout.flush()  # the figures took long: nothing that happens now may lose them
+        sys.stdout.flush()  # a failure from here on must not lose the figures
         add_to_report(Path(quantized), content)
         if not json:
             print_line(f"added to {report}")

@@ -1,4 +1,4 @@
-"""Names that differ only in numbers, on one line, so that a thousand modules fit a screen."""
+"""Joins lines on modules that differ only in numbers, and filters modules by name."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from steelyard.model.module_names import NUMBER, label_of
 
 __all__ = ["joined_lines", "matching"]
 
-SECONDS = 2  # that an expression may take for a name
+SECONDS = 2  # limit for matching one name
 _LINE = re.compile(
     r"(?P<head>\s*(?:- |error: |problem: |warning: ))(?P<name>[\w.]+)(?P<rest>:? .*|)"
 )
 
 
 def joined_lines(text: str) -> str:
-    """Return a text in which lines that say the same of several modules are one.
+    """Join the lines of a text that are equal but for numbers in a module's name.
 
     >>> joined_lines("  - a.0.b: too long\\n  - a.1.b: too long")
     '  - a.{0-1}.b: too long (2 modules)'
@@ -44,10 +44,10 @@ def joined_lines(text: str) -> str:
 
 
 def matching(pattern: str | None) -> Callable[[str], bool]:
-    """Return whether a name is wanted.
+    """Return a predicate that says whether a name matches.
 
-    pattern: "re:" and an expression that the name starts with, as in a recipe; a shell pattern for
-             the whole name; or a part of it
+    pattern: "re:" and a regular expression for the start of the name, as in a recipe; a shell
+             pattern for the whole name; or a part of the name
     """
     if pattern is None:
         return lambda name: True
@@ -59,12 +59,12 @@ def matching(pattern: str | None) -> Callable[[str], bool]:
 
 
 def _expression(pattern: str) -> Callable[[str], bool]:
-    """Return whether a name matches a regular expression, in a second or not at all."""
-    regex = importlib.import_module("regex")  # unlike `re`, it can be stopped
+    """Return a predicate for a regular expression, with a time limit."""
+    regex = importlib.import_module("regex")  # unlike `re`, it has a timeout
     try:
         expression = regex.compile(pattern.removeprefix("re:"))
     except (regex.error, RecursionError, OverflowError) as error:
-        raise typer.BadParameter(f"{pattern!r} is no expression: {error}") from None
+        raise typer.BadParameter(f"{pattern!r} is not a regular expression: {error}") from None
 
     def matches(name: str) -> bool:
         try:

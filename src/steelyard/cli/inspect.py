@@ -1,4 +1,4 @@
-"""`steelyard inspect`: what is in a checkpoint."""
+"""`steelyard inspect`: shows the contents of a checkpoint."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def inspect(
     filter: options.Filter = None,
     all: options.All = False,
     scales: Annotated[
-        bool, typer.Option("--scales/--no-scales", help="Read the scales, or headers alone.")
+        bool, typer.Option("--scales/--no-scales", help="Read the scales, or only the headers.")
     ] = True,
     json: options.Json = False,
 ) -> None:
-    """Show what is in a checkpoint: types, shapes, sizes and scales.
+    """Show the contents of a checkpoint: types, shapes, sizes and scales.
 
-    Modules that differ only in their number share a line. Of the values only scales are read.
+    Modules that differ only in numbers share a line. Of the values, only scales are read.
 
     \b
     Examples:
@@ -61,7 +61,7 @@ def inspect(
 
 
 def as_document(contents: Contents) -> dict[str, Any]:
-    """Return the contents in JSON's types."""
+    """Return the contents as JSON types."""
     return {
         "model": str(contents.folder),
         "files": contents.files,
@@ -191,7 +191,7 @@ def _print_scales(contents: Contents, all_tensors: bool) -> None:
         Column("max", True),
         Column("bad", True),
     ]
-    if not bad:  # a column of zeros would leave long names no room
+    if not bad:  # leave the room of a column of zeros to long names
         columns, rows = columns[:-1], [row[:-1] for row in rows]
     print_line()
     print_table(columns, rows)

@@ -1,9 +1,8 @@
-"""Ctrl-C on the command line: it always arrives.
+"""Makes sure that Ctrl-C ends a command.
 
-Python raises KeyboardInterrupt wherever the main thread happens to be. In a finalizer, a callback
-of a weak reference or under a bare `except` the exception is dropped, and the run goes on as if
-nobody had pressed a key. So the handler looks again a moment later: unless the exception is on its
-way up, it raises another.
+Python raises KeyboardInterrupt wherever the main thread happens to be. A finalizer, a callback of a
+weak reference or a bare `except` swallows it, and the run continues. So the handler checks a moment
+later whether the exception is propagating, and raises another one if not.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ from collections.abc import Iterator
 
 __all__ = ["interruptible"]
 
-_AGAIN = 0.2  # seconds until the handler looks whether the exception is on its way
+_CHECK_AFTER = 0.2  # seconds until the handler checks that the exception is propagating
 
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Raise KeyboardInterrupt for SIGINT until it is on its way out of this context.
+    """Raise KeyboardInterrupt for SIGINT until it propagates out of this context.
 
-    Where SIGINT is ignored (as in a shell's background jobs), or a program that embeds the command
-    has a handler of its own, nothing is changed.
+    Changes nothing if SIGINT is ignored (as in a shell's background jobs), or if a program that
+    embeds the command has its own handler.
     """
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -33,7 +32,7 @@ def interruptible() -> Iterator[None]:
     handler, report = _Handler(), sys.unraisablehook
 
     def quiet(dropped: sys.UnraisableHookArgs) -> None:
-        if not isinstance(dropped.exc_value, KeyboardInterrupt):  # which will come again
+        if not isinstance(dropped.exc_value, KeyboardInterrupt):  # it is raised again
             report(dropped)
 
     signal.signal(signal.SIGINT, handler)
@@ -47,46 +46,46 @@ def interruptible() -> Iterator[None]:
 
 
 class _Handler:
-    """Raises KeyboardInterrupt, and again if it was dropped."""
+    """Raises KeyboardInterrupt, and again if something swallowed it."""
 
     def __init__(self) -> None:
-        self._given: KeyboardInterrupt | None = None
-        self._looks = False  # the signal is our own, to look whether the exception is on its way
+        self._raised: KeyboardInterrupt | None = None
+        self._checking = False  # the signal is our own, to check on the exception
         self._closed = False
         self._timer: threading.Timer | None = None
         self._thread = threading.main_thread().ident
 
     def __call__(self, *_: object) -> None:
-        looks, self._looks = self._looks, False
-        if looks and self._closed:
+        checking, self._checking = self._checking, False
+        if checking and self._closed:
             return
-        self._wait()
-        if looks and self._on_its_way():
+        self._schedule()
+        if checking and self._is_propagating():
             return
-        self._given = KeyboardInterrupt()
-        raise self._given
+        self._raised = KeyboardInterrupt()
+        raise self._raised
 
     def close(self) -> None:
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
-            self._timer.join()  # so that its signal comes before the handler goes
+            self._timer.join()  # so that its signal comes before the handler is removed
 
-    def _wait(self) -> None:
+    def _schedule(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = threading.Timer(_AGAIN, self._look)
+        self._timer = threading.Timer(_CHECK_AFTER, self._check)
         self._timer.daemon = True
         self._timer.start()
 
-    def _look(self) -> None:
-        self._looks = True
+    def _check(self) -> None:
+        self._checking = True
         assert self._thread is not None
-        signal.pthread_kill(self._thread, signal.SIGINT)  # ends a wait of the main thread, too
+        signal.pthread_kill(self._thread, signal.SIGINT)  # also wakes the main thread
 
-    def _on_its_way(self) -> bool:
+    def _is_propagating(self) -> bool:
         """Whether the main thread is in an `except`, `finally` or `with` that handles it."""
         error = sys.exc_info()[1]
-        while error is not None and error is not self._given:
+        while error is not None and error is not self._raised:
             error = error.__context__
         return error is not None

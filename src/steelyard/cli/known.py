@@ -1,7 +1,7 @@
 """Names that can be completed and checked without importing torch.
 
-The lists are those of the registries, which a test holds them to. An older compressed-tensors knows
-fewer schemes; what it lacks is refused when a recipe is made of it.
+A test compares the lists with the registries. An older compressed-tensors has fewer schemes; the
+others are refused when the recipe is built.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ KINDS = ("observers", "schemes", "strategies")
 
 
 def one_of(what: str, value: str, known: Iterable[str]) -> str:
-    """Return the known name that `value` is, whatever its case; refuse any other."""
+    """Return the known name that equals `value` but for case; refuse any other."""
     known = list(known)
     by_lower = {name.lower(): name for name in known}
     wanted = value.strip().lower()
@@ -77,7 +77,7 @@ def one_of(what: str, value: str, known: Iterable[str]) -> str:
 
 
 def completing(names: Iterable[str]) -> Callable[[str], list[str]]:
-    """Return a function that completes the last of several names with commas between them."""
+    """Return a function that completes the last of several names separated by commas."""
     known = list(names)
 
     def complete(incomplete: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""`steelyard ls`: what there is to choose from."""
+"""`steelyard ls`: lists observers, schemes and strategies."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def ls(
             metavar="observers|schemes|strategies",
             callback=_kind,
             autocompletion=completing(KINDS),
-            help="What to list; all of it where nothing is named.",
+            help="What to list; everything by default.",
             show_default=False,
         ),
     ] = None,
@@ -78,7 +78,7 @@ def ls(
             )
         else:
             title = {"observers": "observer", "strategies": "strategy"}[name]
-            print_table([Column(title), Column("what it does")], [list(p) for p in content.items()])
+            print_table([Column(title), Column("description")], [list(p) for p in content.items()])
 
 
 def _observers() -> dict[str, str]:
@@ -99,7 +99,7 @@ def _schemes() -> dict[str, dict[str, Any]]:
 
 
 def describe_scheme(scheme: QuantizationScheme) -> dict[str, Any]:
-    """Return what a scheme stores, in words, and whether it needs calibration data."""
+    """Describe the weights and activations of a scheme, and whether it needs calibration data."""
     from steelyard.formats import describe_args
 
     inputs = scheme.input_activations

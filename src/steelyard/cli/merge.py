@@ -1,4 +1,4 @@
-"""`steelyard merge`: statistics of several runs, as if one run had seen it all."""
+"""`steelyard merge`: merges the statistics of several runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["merge"]
 def merge(
     statistics: Annotated[
         list[Path],
-        typer.Argument(metavar="FILE", help="What `steelyard observe` saved, in order."),
+        typer.Argument(metavar="FILE", help="Files that `steelyard observe` saved, in order."),
     ],
     output: Annotated[
         Path,
@@ -33,9 +33,9 @@ def merge(
     ],
     json: options.Json = False,
 ) -> None:
-    """Join the statistics of several runs into one file.
+    """Merge the statistics of several runs into one file.
 
-    The result is what one run over all their data would have seen, in the order of the files. Each
+    The result equals the statistics of one run over all their data, in the order of the files. Each
     part of the data counts once, so a file that is given twice is refused.
 
     \b
@@ -47,7 +47,7 @@ def merge(
             raise typer.BadParameter(f"there is no file {path}")
     from steelyard.engine.statistics import merge_statistics
 
-    if not is_first():  # one process is enough
+    if not is_first():  # one rank writes
         return
     merge_statistics(statistics, output)
     if json:
@@ -55,4 +55,4 @@ def merge(
             "merge", {"inputs": [str(path) for path in statistics], "output": str(output)}
         )
         return
-    print_line(f"{output}: {count(len(statistics), 'file')} joined, {size(output.stat().st_size)}")
+    print_line(f"{output}: {count(len(statistics), 'file')} merged, {size(output.stat().st_size)}")

@@ -1,8 +1,8 @@
-"""From an exception to one line and an exit code.
+"""Turns an exception into one line and an exit code.
 
-A mistake in what was asked for ends with 2, before anything was done. What is found in a checkpoint
-or in data, or happens on the way, ends with 1. The messages of the package name arguments of its
-Python functions; here they are the options of the command line.
+An invalid request exits with 2, before any work. A fault in a checkpoint or in data, or a failure
+during the run, exits with 1. The package's messages name arguments of its Python functions; here
+these become options of the command line.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LINE_END = "\n"
 
 _INVALID = re.compile(r"Invalid value(?: for '?(.+?)'?)?: (.*)", re.DOTALL)
 _USAGE = (errors.RecipeError, errors.PlanError, errors.OptionError, errors.UnknownNameError)
-_EXPECTED = (ValueError, RuntimeError)  # of a library; KeyError and the like are our own fault
+_EXPECTED = (ValueError, RuntimeError)  # from libraries; KeyError and the like are our defects
 
 WORDS = {
     "overwrite=True": "--overwrite",
@@ -56,7 +56,7 @@ WORDS = {
     "' in ignore matches": "' of --ignore matches",
     "group_size=": "--group-size ",
 }
-"""Words of the package's messages, and what one types instead."""
+"""Words of the package's messages -> words for the command line."""
 
 ARGUMENTS = {
     "text_column": "--text-column",
@@ -74,11 +74,11 @@ _NAME = re.compile(rf"\b({'|'.join(name for name in ARGUMENTS if '_' in name)})\
 
 
 class Interrupted(Exception):
-    """The user stopped a run; the message says what becomes of it."""
+    """The user stopped a run; the message says how to proceed."""
 
 
 def wants_traceback(arguments: list[str]) -> bool:
-    """Whether a stack trace is asked for, by option or environment; takes the option out."""
+    """Whether a traceback is requested, by option or environment; removes the option."""
     set_to = os.environ.get("STEELYARD_TRACEBACK", "").strip().lower()
     asked = set_to not in ("", "0", "false", "no", "off")
     end = arguments.index("--") if "--" in arguments else len(arguments)
@@ -89,9 +89,9 @@ def wants_traceback(arguments: list[str]) -> bool:
 
 
 def explain(error: BaseException, show_traceback: bool = False) -> int:
-    """Say on standard error what went wrong; return the exit code."""
+    """Print an error to standard error and return the exit code."""
     code, message = _verdict(error)
-    if getattr(error, "silent", False):  # another rank says it
+    if getattr(error, "silent", False):  # another rank reports it
         return code
     if show_traceback or message is None:
         lines = "".join(traceback.format_exception(error))
@@ -108,7 +108,7 @@ def explain(error: BaseException, show_traceback: bool = False) -> int:
 
 
 def _verdict(error: BaseException) -> tuple[int, str | None]:
-    """Return the exit code, and a message unless the error is a defect of ours."""
+    """Return the exit code and the message; None for a defect of the package."""
     if isinstance(error, (Interrupted, KeyboardInterrupt, typer.Abort)):
         return INTERRUPTED, f"interrupted{f'; {error}' if str(error) else ''}"
     if isinstance(error, errors.SteelyardError):
@@ -119,7 +119,7 @@ def _verdict(error: BaseException) -> tuple[int, str | None]:
     if isinstance(error, OSError):
         return FAILED, _system(error)
     if isinstance(error, MemoryError):
-        return FAILED, "there is not enough memory; use a machine that has more"
+        return FAILED, "out of memory; use a machine with more"
     if isinstance(error, ImportError):
         missing = (error.name or str(error)).split(".")[0]
         return FAILED, f"{missing} cannot be imported ({reason_of(error)}); pip install {missing}"
@@ -132,7 +132,7 @@ def _verdict(error: BaseException) -> tuple[int, str | None]:
 
 
 def in_options(message: str) -> str:
-    """Return a message of the package with the options that one types, alike lines joined."""
+    """Return a message with the options of the command line, and similar lines joined."""
     for python, option in WORDS.items():
         message = message.replace(python, option)
     message = _ARGUMENT.sub(lambda m: ARGUMENTS[m[1]] + (" " if m[2] else ""), message)
@@ -145,14 +145,14 @@ def _system(error: OSError) -> str:
     if error.errno == errno.ENOSPC:
         return f"{where}the disk is full; make room and run the same command again"
     if isinstance(error, FileNotFoundError):
-        return f"{where}there is no such file or folder; look at the spelling"
+        return f"{where}there is no such file or folder; check the spelling"
     if isinstance(error, PermissionError):
-        return f"{where}this user has no permission for it; change its mode, or choose another"
+        return f"{where}permission denied; change its mode, or choose another path"
     return f"{where}{error.strerror or error}"
 
 
 def _usage(error: Any) -> str:
-    """Return a usage error with the nearest known name, and where help is."""
+    """Return a usage error with the nearest known name and the command that shows help."""
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "steelyard"
     option = getattr(error, "option_name", None)

@@ -1,4 +1,4 @@
-"""`steelyard observe`: the statistics of a calibration run, without a checkpoint."""
+"""`steelyard observe`: saves the statistics of a calibration run, without a checkpoint."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def observe(
 ) -> None:
     """Save the statistics of a calibration run, without a checkpoint.
 
-    Files of several runs, over parts of the data, are joined by `steelyard merge`, and
-    `steelyard quantize --statistics` makes a checkpoint of them.
+    `steelyard merge` merges files of several runs over parts of the data, and
+    `steelyard quantize --statistics` writes a checkpoint from them.
 
     \b
     Example:

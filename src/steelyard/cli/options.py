@@ -38,13 +38,13 @@ __all__ = [
 
 
 def existing_model(name: str) -> str:
-    """Return the name of a model; what looks like a path must be a folder here."""
+    """Return the name of a model; a name that looks like a path must be a folder."""
     path = Path(name).expanduser()
     if path.is_dir():
         return str(path)
     looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name
     if path.exists():
-        raise typer.BadParameter(f"{name} is a file; give the folder that it lies in")
+        raise typer.BadParameter(f"{name} is a file; give its folder")
     if looks_local or not name:
         raise typer.BadParameter(
             f"there is no folder {name!r}; give a folder, or a name on the hub"
@@ -53,7 +53,7 @@ def existing_model(name: str) -> str:
 
 
 def output_path(given: str) -> Path:
-    """Return the path that something is written to; an empty one would be the current folder."""
+    """Return an output path; refuse an empty one, which would be the current folder."""
     if not given.strip():
         raise typer.BadParameter("the output path is empty, perhaps an unset variable; name one")
     return Path(given)
@@ -92,7 +92,7 @@ Filter = Annotated[
     typer.Option(
         "--filter",
         metavar="PATTERN",
-        help="Only modules whose name holds this; with * or ?, a pattern for the whole name; "
+        help="Only modules whose name contains this; with * or ?, a pattern for the whole name; "
         "after re:, a regular expression for its start.",
         show_default=False,
     ),
@@ -114,7 +114,7 @@ RecipeFile = Annotated[
     typer.Option(
         "--recipe",
         metavar="FILE",
-        help="A recipe in YAML, for all that --scheme cannot say.",
+        help="A recipe in YAML, for what --scheme cannot express.",
         show_default=False,
     ),
 ]
@@ -135,8 +135,8 @@ Ignore = Annotated[
         "--ignore",
         metavar="NAME",
         help="A module, a class, or re: and an expression, not to quantize; may be repeated. "
-        "The output head (lm_head) stays too, unless --targets names it; an empty one ignores "
-        "nothing.",
+        "The output head (lm_head) is ignored too, unless --targets names it or an empty name is "
+        "given.",
         show_default=False,
     ),
 ]
@@ -145,7 +145,7 @@ Targets = Annotated[
     typer.Option(
         "--targets",
         metavar="NAME",
-        help="What is quantized, in the same words; may be repeated. Without it: Linear.",
+        help="Modules to quantize, as for --ignore; may be repeated. Without it: Linear.",
         show_default=False,
     ),
 ]
@@ -156,7 +156,7 @@ GroupSize = Annotated[
         "--group-size",
         metavar="N",
         min=1,
-        help="Columns that share a scale, for schemes with groups of integers.",
+        help="Columns that share a scale, for integer schemes with groups.",
         show_default="that of the scheme",
     ),
 ]
@@ -186,23 +186,21 @@ Tokenizer = Annotated[
     typer.Option(
         "--tokenizer",
         metavar="FOLDER",
-        help="A tokenizer, where the model's folder has none.",
+        help="A tokenizer, if the model's folder has none.",
         show_default=False,
     ),
 ]
 TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run the code that a model brings.")
+    bool, typer.Option("--trust-remote-code", help="Run code that ships with a model.")
 ]
-Samples = Annotated[
-    int, typer.Option("--samples", metavar="N", min=1, help="How many samples of the data.")
-]
+Samples = Annotated[int, typer.Option("--samples", metavar="N", min=1, help="Number of samples.")]
 MaxSeqLength = Annotated[
-    int, typer.Option("--max-seq-length", metavar="N", min=1, help="Tokens kept of each sample.")
+    int, typer.Option("--max-seq-length", metavar="N", min=1, help="Maximum tokens per sample.")
 ]
 BatchSize = Annotated[
-    int, typer.Option("--batch-size", metavar="N", min=1, help="Samples that run at once.")
+    int, typer.Option("--batch-size", metavar="N", min=1, help="Samples per batch.")
 ]
-Seed = Annotated[int, typer.Option("--seed", metavar="N", help="Decides which samples are taken.")]
+Seed = Annotated[int, typer.Option("--seed", metavar="N", help="Seed for selecting samples.")]
 Pipeline = Annotated[
     str,
     typer.Option(
@@ -221,6 +219,6 @@ Uncalibrated = Annotated[
         metavar="CHOICE",
         callback=_uncalibrated,
         autocompletion=completing(UNCALIBRATED),
-        help="What a module gets that no token reached: error, or weights-only.",
+        help="For a module that no calibration token reached: error, or weights-only.",
     ),
 ]

@@ -1,7 +1,7 @@
-"""Keeps off the terminal what nobody there can act on.
+"""Silences messages of libraries that a user cannot act on.
 
-Called when a command starts, never at import: a program that imports this package keeps its own
-settings.
+Called when a command starts, never at import, so that a program which imports this package keeps
+its own settings.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Under torchrun every process runs the same command; the first one speaks."""
+"""Commands under torchrun: every rank runs the same command, and only the first one prints."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import signal
 
 __all__ = ["is_first", "join", "rank"]
 
-_TOLD_TO_END = (
+_TERMINATED = (
     "torchrun ended the run (SIGTERM) while all ranks were alive, for example at a time limit; "
     "the same command resumes it"
 )
 
 
 def rank() -> int:
-    """Return the number that torchrun gave this process, or 0."""
+    """Return this process's rank under torchrun, or 0."""
     text = os.environ.get("RANK", "0")
     return int(text) if text.isdecimal() else 0
 
@@ -24,7 +24,7 @@ def is_first() -> bool:
 
 
 def join() -> None:
-    """Work together with the other processes that torchrun has started."""
+    """Join the ranks that torchrun has started, if any."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         from steelyard.distributed import join_from_environment
 
@@ -33,12 +33,12 @@ def join() -> None:
 
 
 def _ended(*_: object) -> None:
-    """Say why torchrun ends this process: mostly because another one has ended."""
+    """End the run on SIGTERM with the reason, usually that another rank died."""
     from steelyard.distributed import Ranks
 
     ranks = Ranks.active()
-    if ranks is None:  # no run is under way
+    if ranks is None:  # no run is active
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
     elif not ranks.ends:
-        ranks.end(ranks.diagnose() or _TOLD_TO_END)
+        ranks.end(ranks.diagnose() or _TERMINATED)

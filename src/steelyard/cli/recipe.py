@@ -1,4 +1,4 @@
-"""From the options of a command to a recipe."""
+"""Builds a recipe from the options of a command."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def recipe_from(
     group_size: int | None = None,
     weigh: bool = False,
 ) -> Any:
-    """Return modifiers made of a scheme, or the recipe file; exactly one of the two is given.
+    """Return modifiers for a scheme, or the recipe file; exactly one of the two is given.
 
-    weigh: gather importance for an observer that can use it, also where the scheme needs no data
+    weigh: gather importance for an observer that can use it, even if the scheme needs no data
     """
     if recipe is not None:
         given = {
@@ -62,7 +62,7 @@ def recipe_from(
     from steelyard.modifiers.check import check_options
 
     made = check_options(GPTQModifier if gptq else QuantizationModifier, options, ())
-    if isinstance(made, list):  # without the names of our classes, which nobody typed
+    if isinstance(made, list):  # without class names, which the user did not type
         raise RecipeError("; ".join(text for _, text in made))
     if weigh and not made.needs_data and _weighs(options["weight_observer"]):
         return [IMatrixGatherer(ignore=options["ignore"]), made]
@@ -70,9 +70,9 @@ def recipe_from(
 
 
 def ignored_by(ignore: Sequence[str] | None, targets: Sequence[str] | None = None) -> list[str]:
-    """Return what `--ignore` names, and the output head unless a target names it.
+    """Return the names of `--ignore`, and the output head unless a target names it.
 
-    An empty name leaves the head out of it.
+    With an empty name, the head is not added.
     """
     from compressed_tensors.utils.match import match_name
 

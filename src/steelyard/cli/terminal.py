@@ -1,7 +1,7 @@
-"""What commands print: tables for people, one document for programs.
+"""Prints tables for people and JSON documents for programs.
 
-On a terminal a table fits its width, by folding long cells. Elsewhere every row is one line, never
-cut, without colours and lines.
+On a terminal, long cells are folded to fit a table to its width. Elsewhere every row is one line,
+never truncated, without colours or frames.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 SCHEMA = 1
-"""Version of the documents that `--json` prints; it grows when a field changes its meaning."""
+"""Version of the `--json` documents; incremented when a field changes its meaning."""
 
 
 class Column(NamedTuple):
@@ -39,14 +39,14 @@ class Column(NamedTuple):
 
 
 def print_document(command: str, content: dict[str, Any]) -> None:
-    """Print one JSON document; a number that JSON does not know is null."""
+    """Print one JSON document; NaN and infinities become null."""
     if is_first():
         document = {"schema": SCHEMA, "command": command, **content}
         print(json.dumps(_plain(document), indent=2, allow_nan=False))
 
 
 def print_line(text: str = "", style: str | None = None) -> None:
-    """Print a line that is never cut; its style shows on a terminal."""
+    """Print a line without wrapping, in a style on a terminal."""
     if not is_first():
         return
     text = printable(text, keep="\n")
@@ -60,7 +60,7 @@ def print_line(text: str = "", style: str | None = None) -> None:
 
 
 def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
-    """Print rows under their titles."""
+    """Print a table."""
     if not is_first():
         return
     rows = [[printable(cell) for cell in row] for row in rows]

@@ -1,4 +1,4 @@
-"""`steelyard validate`: does a checkpoint hold what its own config promises?"""
+"""`steelyard validate`: checks a checkpoint against its own config and its source."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ def validate(
         typer.Option(
             "--source",
             metavar="MODEL",
-            help="What it was made of: weights are decoded and compared, all else byte by byte.",
+            help="The original model: decode and compare weights, compare all else byte by byte.",
             show_default=False,
         ),
     ] = None,
     full: Annotated[
         bool,
-        typer.Option("--full", help="With --source: decode all rows of all weights, not some."),
+        typer.Option("--full", help="With --source: decode all rows of all weights, not a sample."),
     ] = False,
     json: options.Json = False,
 ) -> None:
-    """Check that a checkpoint holds what its config promises.
+    """Check that a checkpoint matches its config.
 
-    Every tensor in its type and shape, and scales that can be used: a server loads a checkpoint
-    that lacks a scale without a word. Every file must have the digest that the run wrote to
-    provenance.json. Ends with 1 if there is a problem.
+    Every tensor must have its type and shape, and every scale must be usable: a server loads a
+    checkpoint that lacks a scale without a warning. Every file must have the digest that the run
+    wrote to provenance.json. Exits with 1 if there is a problem.
 
     \b
     Examples:
@@ -84,7 +84,7 @@ def _check(folder: Path, origin: Path | None, full: bool) -> Findings:
 
     try:
         written = WrittenCheckpoint(folder, None)
-    except CheckpointError:  # which this meets too, after the digests
+    except CheckpointError:  # raised here too, after checking digests
         return check_checkpoint(folder, watch=progress)
     reported, scales, notes = _reported(written)
     negative, nearest = _recipe(written)
@@ -116,7 +116,7 @@ def _check(folder: Path, origin: Path | None, full: bool) -> Findings:
 def _reported(
     written: WrittenCheckpoint,
 ) -> tuple[dict[str, float], dict[str, ReportedScales], list[str]]:
-    """Return the errors and scales that report.json has for modules of these files."""
+    """Return the errors and scales in report.json for modules of these files."""
     from steelyard.checkpoint.scale_values import ReportedScales
     from steelyard.errors import ReportError
     from steelyard.report import read_report
@@ -149,7 +149,7 @@ def _recipe(written: WrittenCheckpoint) -> tuple[bool, bool]:
     nearest = False
     path = Path(written.shards.folder) / "recipe.yaml"
     if path.is_file():
-        with contextlib.suppress(SteelyardError):  # of another program, with options of its own
+        with contextlib.suppress(SteelyardError):  # another program's recipe, with other options
             modifiers = load_recipe(path).modifiers
             nearest = all(modifier.rounds_to_nearest for modifier in modifiers)
             made = [modifier.quantization_config() for modifier in modifiers]
@@ -190,7 +190,7 @@ def _print(folder: Path, origin: Path | None, found: Findings) -> None:
 
 
 def _extent(found: Findings) -> Iterator[str]:
-    """Say how much was looked at."""
+    """Yield lines on how much was checked."""
     if found.digests is not None:
         count = f"{found.digests.files:,} files, {size(found.digests.bytes)}"
         yield f"compared digests of {count}"
