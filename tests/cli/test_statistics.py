@@ -30,7 +30,7 @@ def test_parts_are_the_whole(steelyard: Command, model: Path, texts: None, tmp_p
         assert f"{part}: statistics of 21 modules" in answer.out
     answer = steelyard("merge", "first", "second", "-o", "both")
     assert answer.code == 0, answer.err
-    assert "both: 2 files joined" in answer.out
+    assert "both: 2 files merged" in answer.out
     answer = steelyard("quantize", model, *given, "--statistics", "both", "-o", "parts")
     assert answer.code == 0, answer.err
     assert "statistics of 90 samples with 990 tokens in 2 runs, from both" in answer.out
