@@ -146,7 +146,7 @@ def test_gptq_and_streaming_are_those_that_were_measured() -> None:
         assert {importance, gptq} <= numbers, model
         assert float(gptq) < float(importance)
     streamed = json.dumps(result("streaming-llama"))
-    rows = table(section(text, "## What it costs without data"), "scheme, observer")
+    rows = table(section(text, "## Time without data"), "scheme, observer")
     readme = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
     for case, seconds, ratio in rows:
         row = next(r for r in table(readme, "case | wall, s | GB/s") if r[0] == case)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -104,6 +105,13 @@ def test_packages_of_one_layer_import_each_other_one_way_only() -> None:
     }
     both_ways = {(a, b) for a, b in edges if a < b and (b, a) in edges}
     assert both_ways == set()
+
+
+def test_contributing_lists_the_layers() -> None:
+    text = (SOURCE.parents[1] / "CONTRIBUTING.md").read_text("utf-8")
+    rows = re.findall(r"^\| (\d+) \| `(\w+)` \| .+ \|$", text, re.MULTILINE)
+    layers = [(i, name) for i, layer in enumerate(LAYERS, start=1) for name in layer]
+    assert [(int(layer), name) for layer, name in rows] == layers
 
 
 @pytest.mark.parametrize(
