@@ -37,7 +37,7 @@ def inspect(
     ] = True,
     json: options.Json = False,
 ) -> None:
-    """Show the contents of a checkpoint: types, shapes, sizes and scales.
+    """Show the types, shapes, sizes and scales of a checkpoint.
 
     Modules that differ only in numbers share a line. Of the values, only scales are read.
 
