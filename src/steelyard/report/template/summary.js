@@ -28,9 +28,7 @@ function summary(s) {
             `median; worst ${s.worst_snr.toFixed(1)} dB`,
           ],
       ["Modules", count(s.quantized), `quantized; ${count(s.left)} weights not quantized`],
-      s.tokens
-        ? ["Tokens", count(s.tokens), `most per module; fewest ${count(fewest)}`]
-        : null,
+      s.tokens ? ["Tokens", count(s.tokens), `most per module; fewest ${count(fewest)}`] : null,
       [
         "Time",
         duration(s.seconds),
