@@ -30,9 +30,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from steelyard.atomic_file import sync
 from steelyard.checkpoint.header import mode_of, open_file, read_header, read_json, unreadable
 from steelyard.errors import CheckpointError
-from steelyard.whole_file import sync
 
 __all__ = [
     "MUTABLE",

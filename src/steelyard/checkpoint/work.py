@@ -27,11 +27,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from steelyard.atomic_file import sync, write_atomic
 from steelyard.checkpoint.exchange import exchange
 from steelyard.checkpoint.journal import journal_text, read_journal
 from steelyard.errors import CheckpointError
 from steelyard.file_lock import lock_file
-from steelyard.whole_file import sync, write_whole
 
 __all__ = ["WorkFolder", "differences"]
 
@@ -211,7 +211,7 @@ class WorkFolder:
         path = self.path / f"journal-{rank}.json" if rank else self.journal
         try:
             sync(self.checkpoint)
-            write_whole(path, journal_text(content))
+            write_atomic(path, journal_text(content))
         except OSError as error:
             raise CheckpointError(
                 f"{path} cannot be written: {error.strerror}; make room or choose another "

@@ -25,6 +25,7 @@ from compressed_tensors.base import (
 )
 from compressed_tensors.quantization import QuantizationConfig
 
+from steelyard.atomic_file import sync
 from steelyard.checkpoint.journal import check_file
 from steelyard.checkpoint.other_files import other_files
 from steelyard.checkpoint.place import check_apart, check_output, output_path
@@ -42,7 +43,6 @@ from steelyard.errors import (
     ReportError,
     SteelyardError,
 )
-from steelyard.whole_file import sync
 
 __all__ = ["CheckpointWriter", "quantization_config_dict"]
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from steelyard.atomic_file import FileKind
 from steelyard.cli import options
 from steelyard.cli.grouping import joined_lines, matching
 from steelyard.cli.known import OBSERVERS, SCHEMES, completing, one_of
@@ -15,7 +16,6 @@ from steelyard.cli.rank_streams import is_first
 from steelyard.cli.recipe import ignored_by
 from steelyard.cli.terminal import Column, number, print_document, print_line, print_table
 from steelyard.errors import ReportError
-from steelyard.whole_file import FileKind
 
 if TYPE_CHECKING:
     from steelyard.engine.weight_comparison import Comparison

@@ -128,10 +128,10 @@ def program() -> str:
 
 def check_places(folder: Path, overwrite: bool) -> None:
     """Refuse, before any work, to replace files that no earlier demo wrote."""
+    from steelyard.atomic_file import FileKind
     from steelyard.checkpoint.place import check_output
     from steelyard.errors import ReportError
     from steelyard.report import report_at
-    from steelyard.whole_file import FileKind
 
     def title_at(path: Path) -> str | None:
         report = report_at(path)

@@ -20,12 +20,12 @@ from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from steelyard.atomic_file import FileKind, safetensors_metadata
 from steelyard.engine.statistics_content import StatisticsContent
 from steelyard.errors import StatisticsError
 from steelyard.observers import Observer
 from steelyard.observers.combine import State, combine
 from steelyard.observers.observer_state import check_state, state_of
-from steelyard.whole_file import FileKind, safetensors_metadata
 
 __all__ = ["STATISTICS", "Key", "Observed", "Statistics", "fingerprint"]
 

@@ -21,11 +21,11 @@ import torch
 from safetensors import safe_open
 from torch.nn import Module, ModuleList
 
+from steelyard.atomic_file import sync
 from steelyard.checkpoint.tensor_file import save_tensors
 from steelyard.errors import CheckpointError, PipelineError
 from steelyard.model.early_stop import StopForward
 from steelyard.model.forward_errors import WITHOUT_DATA, forward_errors
-from steelyard.whole_file import sync
 
 __all__ = ["LayerSequence", "decoder_layers", "load_hidden", "save_hidden"]
 

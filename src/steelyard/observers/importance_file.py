@@ -15,9 +15,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from steelyard.atomic_file import FileKind, safetensors_metadata
 from steelyard.errors import ImportanceError
 from steelyard.foreign import reason_of
-from steelyard.whole_file import FileKind, safetensors_metadata
 
 __all__ = ["IMPORTANCE", "Importance", "load_importance", "merge_importance", "save_importance"]
 

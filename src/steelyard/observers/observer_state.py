@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from steelyard.atomic_file import FileKind, safetensors_metadata
 from steelyard.errors import StatisticsError
 from steelyard.observers.combine import State, combine
 from steelyard.observers.statistics_checks import check_statistics
-from steelyard.whole_file import FileKind, safetensors_metadata
 
 if TYPE_CHECKING:
     from steelyard.observers.base import Observer

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from steelyard.atomic_file import write_atomic
 from steelyard.engine.result import Result
 from steelyard.errors import ReportError
 from steelyard.report.report import Report
-from steelyard.whole_file import write_whole
 
 __all__ = [
     "HTML",
@@ -79,6 +79,6 @@ def report_at(path: Path) -> Report | None:
 
 def _replace(path: Path, text: str) -> None:
     try:
-        write_whole(path, text)
+        write_atomic(path, text)
     except OSError as error:
         raise ReportError(f"{path} cannot be written: {error.strerror}") from error

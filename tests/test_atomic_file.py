@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from steelyard.atomic_file import FileKind, write_atomic
 from steelyard.errors import OutputError, StatisticsError
-from steelyard.whole_file import FileKind, write_whole
 
 
 def is_note(path: Path) -> bool:
@@ -40,7 +40,7 @@ def test_new_own_and_empty_files_are_written(tmp_path: Path) -> None:
 def test_mode_is_that_of_a_new_file(umask: int, tmp_path: Path) -> None:
     before = os.umask(umask)
     try:
-        write_whole(tmp_path / "x", "text")
+        write_atomic(tmp_path / "x", "text")
     finally:
         os.umask(before)
     assert (tmp_path / "x").stat().st_mode & 0o777 == 0o666 & ~umask
@@ -110,7 +110,7 @@ def test_failure_leaves_the_old_file_and_nothing_else(
 def test_short_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write, content = os.write, bytes(range(256)) * 20
     monkeypatch.setattr(os, "write", lambda handle, data: write(handle, data[:7]))
-    write_whole(tmp_path / "x", content)
+    write_atomic(tmp_path / "x", content)
     assert (tmp_path / "x").read_bytes() == content
 
 

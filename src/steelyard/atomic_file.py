@@ -18,7 +18,7 @@ from pathlib import Path
 from steelyard.errors import OutputError, SteelyardError
 from steelyard.file_lock import lock_file
 
-__all__ = ["FileKind", "safetensors_metadata", "sync", "write_whole"]
+__all__ = ["FileKind", "safetensors_metadata", "sync", "write_atomic"]
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class FileKind:
         """Check the path again and write the file."""
         self.check_place(path)
         try:
-            write_whole(path, content)
+            write_atomic(path, content)
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             remedy = "free some space" if full else "choose another path, or fix this one"
@@ -98,7 +98,7 @@ class FileKind:
             ) from error
 
 
-def write_whole(path: str | Path, content: bytes | str) -> None:
+def write_atomic(path: str | Path, content: bytes | str) -> None:
     """Write and sync a file atomically: after an OSError, it is unchanged."""
     path = Path(path)
     data = memoryview(content.encode("utf-8") if isinstance(content, str) else content)
