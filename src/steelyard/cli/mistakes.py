@@ -90,7 +90,7 @@ def wants_traceback(arguments: list[str]) -> bool:
 
 def explain(error: BaseException, show_traceback: bool = False) -> int:
     """Print an error to standard error and return the exit code."""
-    code, message = _verdict(error)
+    code, message = _classify(error)
     if getattr(error, "silent", False):  # another rank reports it
         return code
     if show_traceback or message is None:
@@ -107,7 +107,7 @@ def explain(error: BaseException, show_traceback: bool = False) -> int:
     return code
 
 
-def _verdict(error: BaseException) -> tuple[int, str | None]:
+def _classify(error: BaseException) -> tuple[int, str | None]:
     """Return the exit code and the message; None for a defect of the package."""
     if isinstance(error, (Interrupted, KeyboardInterrupt, typer.Abort)):
         return INTERRUPTED, f"interrupted{f'; {error}' if str(error) else ''}"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-__all__ = ["Costs", "seconds_of"]
+__all__ = ["Costs", "estimate_seconds"]
 
 _LOADED = 200  # operations that take as long as reading, decoding and casting one weight
 _SCORED = 200  # and as comparing two logits in fp64
@@ -64,7 +64,7 @@ def _active_weights(layer: Module, config: Any) -> float:
     )
 
 
-def seconds_of(operations: float, steps: int, width: int) -> float:
+def estimate_seconds(operations: float, steps: int, width: int) -> float:
     """Estimate the time that operations take on this machine, from a short measurement.
 
     width: size of the matrices to measure with

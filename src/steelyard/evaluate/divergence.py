@@ -14,7 +14,7 @@ from steelyard.data.tokenizer import tokenizer_of
 from steelyard.engine.progress import progress, say
 from steelyard.errors import DataError
 from steelyard.evaluate.comparable import check_pair, check_tokenizers
-from steelyard.evaluate.cost import Costs, seconds_of
+from steelyard.evaluate.cost import Costs, estimate_seconds
 from steelyard.evaluate.evaluation import Evaluation, EvaluationInterrupted
 from steelyard.evaluate.layerwise import DTYPE, HiddenStates, LayerwiseModel, default_memory
 from steelyard.evaluate.metrics import Scores, score, summarize
@@ -127,7 +127,7 @@ def _plan(samples: Samples, models: list[LayerwiseModel], total: float) -> str:
     """Return one line on the amount of work and its estimated time."""
     layers = [len(model.sequence.layers) for model in models]
     steps = len(samples.batches) * (sum(layers) + 3)
-    about = duration(seconds_of(total, steps, models[0].hidden_size))
+    about = duration(estimate_seconds(total, steps, models[0].hidden_size))
     return (
         f"evaluating {_scored(samples):,} tokens of {samples.num_samples:,} samples, in "
         f"{len(samples.batches):,} batches through {layers[0]} layers of each model: about {about}"

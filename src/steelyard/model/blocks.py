@@ -114,9 +114,9 @@ class LayerSequence:
                 if index == 0:
                     batch.hidden = hidden
                 elif hidden is not previous[0]:
-                    raise self._not_alone(f"changes the hidden state before layer {index}")
+                    raise self._refusal(f"changes the hidden state before layer {index}")
                 if _is_withheld((args, kwargs)):
-                    raise self._not_alone(
+                    raise self._refusal(
                         f"passes more than the hidden state from layer {index - 1} to {index}"
                     )
                 previous[:] = [hidden]
@@ -132,7 +132,7 @@ class LayerSequence:
             ):
                 self.model(input_ids=input_ids, use_cache=False)
             if len(batch.calls) != len(self.layers):
-                raise self._not_alone(
+                raise self._refusal(
                     f"calls {len(batch.calls)} of its {len(self.layers)} layers on token ids"
                 )
             started.append(batch)
@@ -185,7 +185,7 @@ class LayerSequence:
         finally:
             handle.remove()
         if not found:
-            raise self._not_alone(f"does not call {self.name}.0 on token ids")
+            raise self._refusal(f"does not call {self.name}.0 on token ids")
         if versions != _versions(self.model):
             raise PipelineError(
                 f"{type(self.model).__name__} changes its own weights when it runs, so they no "
@@ -199,7 +199,7 @@ class LayerSequence:
         """Return a hidden state in the structure that layers return."""
         return hidden if self._extra is None else (hidden, *self._extra)
 
-    def _not_alone(self, why: str) -> PipelineError:
+    def _refusal(self, why: str) -> PipelineError:
         return PipelineError(
             f"{type(self.model).__name__} {why}, so its layers cannot run alone; {_AS_A_WHOLE}"
         )

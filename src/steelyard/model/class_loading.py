@@ -144,7 +144,7 @@ def _places(
     experts += sorted(n for n in converted if not _broadcasts(n, tensors))
     lists, stacks = {_list_of(n) for n in gone}, {n.rpartition(".")[0] for n in gone}
     cut = [n for n in stray if _list_of(n) in stacks]
-    flat = _stacked_anew(known, converted)
+    flat = _restacked_scales(known, converted)
     experts += cut + flat + [n for n in stray if n.rpartition(".")[0] in lists]
     if experts:
         never = {*cut, *flat, *converted.keys() & set(stray)}  # in whatever format
@@ -173,7 +173,7 @@ def _places(
             )
 
 
-def _stacked_anew(known: ModelClass, converted: Mapping[str, str]) -> list[str]:
+def _restacked_scales(known: ModelClass, converted: Mapping[str, str]) -> list[str]:
     """Return the scales of layers that the class joins in a matrix, but decodes to a stack."""
     scales = [name for name in converted if name.endswith(f".{SCALE}")]
     counts = Counter(converted[name] for name in scales)
