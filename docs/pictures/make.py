@@ -45,14 +45,14 @@ def normal(count: int, start: int = 0) -> list[float]:
 
 
 def weights() -> list[float]:
-    """Return a group of 128 weights, one of which stands out."""
+    """Return a group of 128 weights, one of them an outlier."""
     row = [0.05 * value for value in normal(128, start=20)]
     row[7] = 0.16
     return row
 
 
 def importance() -> list[float]:
-    """Return how much flows into each column: much into some that hold small weights."""
+    """Return the mean square input of each column: large for some with small weights."""
     return [36.0 if abs(w) < 0.04 and i % 4 == 0 else 1.0 for i, w in enumerate(weights())]
 
 
@@ -89,8 +89,8 @@ def error(
     row: Sequence[float], codes: Sequence[float], squares: Sequence[float] | None = None
 ) -> float:
     """Return the squared error of storing each value as the nearest code."""
-    weighed = squares or [1.0] * len(row)
-    return sum(s * min((v - c) ** 2 for c in codes) for v, s in zip(row, weighed, strict=True))
+    weighted = squares or [1.0] * len(row)
+    return sum(s * min((v - c) ** 2 for c in codes) for v, s in zip(row, weighted, strict=True))
 
 
 def memoryless_minmax() -> Picture:
@@ -151,7 +151,7 @@ def compare(
 ) -> None:
     """Draw one strip for each observer."""
     sizes = None if squares is None else [1.5 + s**0.5 for s in squares]
-    kind = "error" if squares is None else "weighed error"
+    kind = "error" if squares is None else "weighted error"
     for i, (name, scale) in enumerate(scales):
         stored = codes(scale)
         label = f"{name}: scale {scale:.4f}, {kind} {1e3 * error(row, stored, squares):.2f}"
@@ -197,10 +197,10 @@ def bf16_between(low: float, high: float) -> list[float]:
 
 def imatrix_mse() -> Picture:
     row, squares = weights(), importance()
-    picture = Picture("imatrix_mse: large dots are columns into which much flows", 150)
+    picture = Picture("imatrix_mse: large dots are columns with large inputs", 150)
     plain, _ = qparams("memoryless_mse", row, INT4)
-    weighed, _ = qparams("imatrix_mse", row, INT4, squares)
-    named = [("memoryless_mse", plain), ("imatrix_mse", weighed)]
+    weighted, _ = qparams("imatrix_mse", row, INT4, squares)
+    named = [("memoryless_mse", plain), ("imatrix_mse", weighted)]
     compare(picture, 24, row, SPREAD, named, squares=squares)
     return picture
 
@@ -226,7 +226,7 @@ def nvfp4_expanded_mse() -> Picture:
 def nvfp4_expanded_imatrix() -> Picture:
     row = fp4_group()
     squares = [20.0 if i == 15 else 1.0 for i in range(len(row))]
-    picture = Picture("nvfp4_expanded_imatrix: the same, for what flows into each column", 150)
+    picture = Picture("nvfp4_expanded_imatrix: the same, weighted by the inputs", 150)
     named = []
     for name in ("nvfp4_expanded_mse", "nvfp4_expanded_imatrix"):
         scale, divisor = qparams(name, row, NVFP4, squares if "imatrix" in name else None)
@@ -236,7 +236,7 @@ def nvfp4_expanded_imatrix() -> Picture:
 
 
 def batches() -> list[torch.Tensor]:
-    """Return activations whose range drifts, some with a value that stands out."""
+    """Return activations whose range drifts, some with an outlier."""
     made = []
     for k in range(BATCHES):
         values = [(1 + 0.006 * k) * v for v in normal(512, start=512 * k)]
