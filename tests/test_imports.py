@@ -29,7 +29,7 @@ LAYERS = (
     ("observers", "formats"),
     ("distributed",),
     ("kernels", "demo"),
-    ("fusion", "errors", "registry", "atomic_file", "words", "aliases"),
+    ("fusion", "names", "errors", "registry", "atomic_file", "words", "aliases"),
     ("file_lock",),
     ("foreign",),
 )

@@ -25,13 +25,17 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 WORLDS = ((1, 1), (1, 2), (2, 1))  # ranks, threads of each
 LINEAR = {"targets": ["Linear"]}
-INT8 = {"num_bits": 8, "strategy": "channel"}
+INT8 = {"num_bits": 8, "strategy": "channel", "observer": "memoryless_minmax"}
 
 
 def static_int8(observer: str) -> dict[str, Any]:
     inputs = {"num_bits": 8, "strategy": "tensor", "dynamic": False, "observer": observer}
     group = {**LINEAR, "weights": INT8, "input_activations": inputs}
     return {"QuantizationModifier": {"ignore": ["lm_head"], "config_groups": {"all": group}}}
+
+
+def gptq(scheme: str) -> dict[str, Any]:
+    return {"GPTQModifier": {"scheme": scheme, "ignore": ["lm_head"], "weight_observer": "optimal"}}
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -42,12 +46,14 @@ CASES: dict[str, dict[str, Any]] = {
         "QuantizationModifier": {
             "scheme": "FP8_DYNAMIC",
             "ignore": ["lm_head"],
+            "weight_observer": "memoryless_minmax",
             "kv_cache_scheme": {
                 "num_bits": 8,
                 "type": "float",
                 "strategy": "tensor",
                 "dynamic": False,
                 "symmetric": True,
+                "observer": "minmax",
             },
         }
     },
@@ -59,8 +65,8 @@ CASES: dict[str, dict[str, Any]] = {
             "weight_observer": "optimal",
         },
     },
-    "GPTQ W4A16": {"GPTQModifier": {"scheme": "W4A16", "ignore": ["lm_head"]}},
-    "GPTQ NVFP4A16": {"GPTQModifier": {"scheme": "NVFP4A16", "ignore": ["lm_head"]}},
+    "GPTQ W4A16": gptq("W4A16"),
+    "GPTQ NVFP4A16": gptq("NVFP4A16"),
 }
 
 

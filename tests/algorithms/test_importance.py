@@ -177,6 +177,8 @@ def test_changed_importance_is_another_run(
 
 def test_importance_that_nobody_gathers_cannot_be_saved(source: Path, tmp_path: Path) -> None:
     gatherer = IMatrixGatherer(save_to=str(tmp_path / "x"))
-    plain = QuantizationModifier(scheme="FP8_DYNAMIC", ignore=["lm_head"])
+    plain = QuantizationModifier(
+        scheme="FP8_DYNAMIC", ignore=["lm_head"], weight_observer="memoryless_minmax"
+    )
     with pytest.raises(PlanError, match="gathers for nothing"):
         oneshot(source, [gatherer, plain], token_batches(), tmp_path / "q")

@@ -247,7 +247,8 @@ def test_target_of_a_gatherer_that_matches_nothing() -> None:
         ("optimal", IMatrixGatherer(), True),
         ("imatrix_mse", IMatrixGatherer(targets=["re:.*q_proj"]), True),
         ("memoryless_mse", IMatrixGatherer(), False),
-        (None, IMatrixGatherer(), False),
+        ("memoryless_minmax", IMatrixGatherer(), False),
+        (None, IMatrixGatherer(), True),  # the default uses importance
         ("optimal", IMatrixGatherer(targets=["lm_head"], ignore=[]), False),
         ("optimal", IMatrixGatherer(ignore=["Linear"]), False),
     ],

@@ -211,7 +211,7 @@ def test_lists_that_were_changed_in_place_are_dumped() -> None:
 
 
 def test_what_yaml_cannot_hold_is_refused() -> None:
-    bad = QuantizationArgs(num_bits=8, observer_kwargs={"norm": torch.ones(1)})
+    bad = QuantizationArgs(num_bits=8, dynamic=True, observer_kwargs={"norm": torch.ones(1)})
     with pytest.raises(RecipeError, match=re.escape("kv_cache_scheme.observer_kwargs.norm")):
         load_recipe(QuantizationModifier(kv_cache_scheme=bad))
 

@@ -88,7 +88,7 @@ def test_every_run_leaves_a_report_beside_its_checkpoint(source: Path, tmp_path:
     assert summary.peak_memory is not None and summary.peak_memory > 10**8
     assert summary.versions["torch"] == torch.__version__
     assert [use.label for use in summary.schemes] == ["W4A16"]
-    assert summary.schemes[0].weights == "int4, group of 32, symmetric, memoryless_minmax"
+    assert summary.schemes[0].weights == "int4, group of 32, symmetric, optimal"
 
 
 def test_sizes_are_those_of_the_files(source: Path, tmp_path: Path) -> None:

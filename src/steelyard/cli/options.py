@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from steelyard.cli.known import OBSERVERS, PIPELINES, SCHEMES, UNCALIBRATED, completing, one_of
+from steelyard.names import WEIGHT_OBSERVER
 
 __all__ = [
     "All",
@@ -125,8 +126,8 @@ ObserverName = Annotated[
         metavar="NAME",
         callback=_observer,
         autocompletion=completing(OBSERVERS),
-        help="Observer for weights; `steelyard ls observers` lists them. Without it: optimal.",
-        show_default=False,
+        help="Observer for weights; `steelyard ls observers` lists them.",
+        show_default=WEIGHT_OBSERVER,
     ),
 ]
 Ignore = Annotated[

@@ -7,9 +7,10 @@ from typing import Any
 
 import typer
 
+from steelyard.names import WEIGHT_OBSERVER
+
 __all__ = ["ignored_by", "recipe_from"]
 
-DEFAULT_OBSERVER = "optimal"
 HEAD = "lm_head"
 
 
@@ -49,7 +50,7 @@ def recipe_from(
 
     options: dict[str, Any] = {
         "ignore": ignored_by(ignore, targets),
-        "weight_observer": observer or DEFAULT_OBSERVER,
+        "weight_observer": observer or WEIGHT_OBSERVER,
         "scheme": scheme,
     }
     if targets:

@@ -30,6 +30,7 @@ from steelyard.distributed import deal
 from steelyard.engine.progress import progress
 from steelyard.formats import stored_tensors
 from steelyard.fusion import solved_together
+from steelyard.names import WEIGHT_OBSERVER
 from steelyard.observers import Observer
 from steelyard.observers.importance_base import ImportanceObserver
 from steelyard.observers.importance_file import Importance
@@ -136,7 +137,7 @@ def quantize(
     for planned in modules:
         args = planned.scheme.weights
         assert args is not None
-        name = args.observer or "memoryless_minmax"
+        name = args.observer or WEIGHT_OBSERVER
         observer = Observer.load_from_registry(name, base_name="weight", args=args)
         observer.module_name = planned.name
         if isinstance(observer, ImportanceObserver) and planned.name in importance:

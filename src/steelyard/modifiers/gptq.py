@@ -9,7 +9,6 @@ of its own layer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -26,12 +25,13 @@ from steelyard.formats import stored_as
 from steelyard.formats.tensor_names import GROUP_INDEX
 from steelyard.modifiers.modifier import Modifier
 from steelyard.modifiers.nearest import QuantizationModifier
+from steelyard.modifiers.observer_choice import with_default
 from steelyard.modifiers.schemes import args_problem
 from steelyard.modifiers.targets import Target
+from steelyard.names import WEIGHT_OBSERVER
 
 __all__ = ["GPTQModifier"]
 
-DEFAULT_OBSERVER = "optimal"
 REGROUPING = (ActivationOrdering.GROUP, ActivationOrdering.DYNAMIC)
 
 
@@ -63,19 +63,7 @@ class GPTQModifier(QuantizationModifier):
     @model_validator(mode="before")
     @classmethod
     def _observer_that_nobody_chose(cls, data: Any) -> Any:
-        """Fill in the one that serves GPTQ best, before compressed-tensors fills in its own."""
-        if not isinstance(data, Mapping):
-            return data
-        filled = {**data, "weights": _observed(data.get("weights"))}
-        groups = data.get("config_groups")
-        if isinstance(groups, Mapping):
-            filled["config_groups"] = {
-                name: {**scheme, "weights": _observed(scheme["weights"])}
-                if isinstance(scheme, Mapping) and "weights" in scheme
-                else scheme
-                for name, scheme in groups.items()
-            }
-        return filled
+        return with_default(data, "weights", WEIGHT_OBSERVER)
 
     @field_validator("sequential_targets", mode="before")
     @classmethod
@@ -109,15 +97,7 @@ class GPTQModifier(QuantizationModifier):
         groups = super()._groups()
         if self.weights is not None:
             groups = {"group_0": QuantizationScheme(targets=self.targets, weights=self.weights)}
-        return {name: self._with_default(scheme) for name, scheme in groups.items()}
-
-    def _with_default(self, scheme: QuantizationScheme) -> QuantizationScheme:
-        """Give a preset's weights the observer that serves GPTQ best."""
-        args = scheme.weights
-        if args is None or self.scheme is None:
-            return scheme
-        changed = args.model_copy(update={"observer": DEFAULT_OBSERVER, "observer_kwargs": {}})
-        return scheme.model_copy(update={"weights": changed})
+        return groups
 
     @cached_property
     def config(self) -> QuantizationConfig:
@@ -138,12 +118,6 @@ class GPTQModifier(QuantizationModifier):
     @property
     def rounds_to_nearest(self) -> bool:
         return False
-
-
-def _observed(weights: Any) -> Any:
-    if isinstance(weights, Mapping) and "observer" not in weights:
-        return {**weights, "observer": DEFAULT_OBSERVER}
-    return weights
 
 
 def _stores_groups() -> bool:

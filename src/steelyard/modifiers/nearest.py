@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -22,7 +22,8 @@ from steelyard.errors import RecipeError, nearest
 from steelyard.modifiers.modifier import Modifier
 from steelyard.modifiers.observer_choice import (
     ObserverChoice,
-    check_observer,
+    observed,
+    with_default,
     with_observers,
 )
 from steelyard.modifiers.schemes import (
@@ -33,6 +34,7 @@ from steelyard.modifiers.schemes import (
     shared_target,
 )
 from steelyard.modifiers.targets import Target
+from steelyard.names import ACTIVATION_OBSERVER, WEIGHT_OBSERVER
 from steelyard.observers import Observer
 
 __all__ = ["QuantizationModifier"]
@@ -68,6 +70,21 @@ class QuantizationModifier(Modifier):
         default=None, description="the three at once: weights, input, output"
     )
     bypass_divisibility_checks: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _observers_that_nobody_chose(cls, data: Any) -> Any:
+        """Fill in the defaults before compressed-tensors fills in its own."""
+        if not isinstance(data, Mapping):
+            return data
+        filled = with_default(data, "kv_cache_scheme", ACTIVATION_OBSERVER)
+        groups = data.get("config_groups")
+        if isinstance(groups, Mapping):
+            for field in ("input_activations", "output_activations"):
+                groups = {k: with_default(v, field, ACTIVATION_OBSERVER) for k, v in groups.items()}
+            groups = {k: with_default(v, "weights", WEIGHT_OBSERVER) for k, v in groups.items()}
+            filled = {**filled, "config_groups": groups}
+        return filled
 
     @field_validator("scheme", mode="before")
     @classmethod
@@ -177,7 +194,7 @@ class QuantizationModifier(Modifier):
             return dict(self.config_groups or {})
         by_name = {self.scheme: self.targets} if isinstance(self.scheme, str) else self.scheme
         return {
-            f"group_{i}": regrouped(preset_name_to_scheme(name, targets), self.group_size)
+            f"group_{i}": regrouped(_preset(name, targets), self.group_size)
             for i, (name, targets) in enumerate(by_name.items())
         }
 
@@ -247,15 +264,16 @@ class QuantizationModifier(Modifier):
         ]
 
     def _kv_cache_args(self) -> QuantizationArgs | None:
-        args = self.kv_cache_scheme
-        if args is not None and args.observer is not None:
-            check_observer(args.observer, args.observer_kwargs or {})
-        if args is None or self.activation_observer is None or args.dynamic is True:
-            return args
-        chosen = self.activation_observer
-        return args.model_copy(
-            update={"observer": chosen.name, "observer_kwargs": dict(chosen.options)}
-        )
+        return observed(self.kv_cache_scheme, self.activation_observer, ACTIVATION_OBSERVER)
+
+
+def _preset(name: str, targets: list[str]) -> QuantizationScheme:
+    """Return a preset; the observer of its weights is one that nobody chose."""
+    scheme = preset_name_to_scheme(name, targets)
+    if scheme.weights is None:
+        return scheme
+    unset = scheme.weights.model_copy(update={"observer": None, "observer_kwargs": {}})
+    return scheme.model_copy(update={"weights": unset})
 
 
 def _refuse_shared(targets: dict[str, list[str]]) -> None:

@@ -8,10 +8,11 @@ from typing import Any
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from steelyard.names import ACTIVATION_OBSERVER, WEIGHT_OBSERVER
 from steelyard.observers import Observer
 from steelyard.observers.observer_options import parse_options
 
-__all__ = ["ObserverChoice", "check_observer", "with_observers"]
+__all__ = ["ObserverChoice", "observed", "with_default", "with_observers"]
 
 
 class ObserverChoice(BaseModel):
@@ -53,24 +54,41 @@ def with_observers(
     inputs: ObserverChoice | None,
     outputs: ObserverChoice | None,
 ) -> QuantizationScheme:
-    """Return a copy of `scheme` with the observers chosen; its own stay where none is."""
+    """Return a copy of `scheme` with the observers chosen.
+
+    Where none is, those that the scheme names stay, and where it names none the default is taken.
+    """
     chosen = {
-        "weights": _observed(scheme.weights, weights),
-        "input_activations": _observed(scheme.input_activations, inputs),
-        "output_activations": _observed(scheme.output_activations, outputs),
+        "weights": observed(scheme.weights, weights, WEIGHT_OBSERVER),
+        "input_activations": observed(scheme.input_activations, inputs, ACTIVATION_OBSERVER),
+        "output_activations": observed(scheme.output_activations, outputs, ACTIVATION_OBSERVER),
     }
     return scheme.model_copy(update=chosen)
 
 
-def _observed(
-    args: QuantizationArgs | None, choice: ObserverChoice | None
+def observed(
+    args: QuantizationArgs | None, choice: ObserverChoice | None, default: str
 ) -> QuantizationArgs | None:
-    if args is None:
-        return None
-    if choice is not None and args.dynamic is not True:
+    """Return a copy of `args` with the observer chosen, its own, or the default."""
+    if args is None or args.dynamic is True:
+        return None if args is None else args.model_copy(deep=True)
+    if choice is not None:
         return args.model_copy(
             update={"observer": choice.name, "observer_kwargs": dict(choice.options)}
         )
-    if args.observer is not None:
-        check_observer(args.observer, args.observer_kwargs or {})
-    return args.model_copy(deep=True)
+    name = args.observer or default
+    check_observer(name, args.observer_kwargs or {})
+    return args.model_copy(update={"observer": name}, deep=True)
+
+
+def with_default(scheme: Any, field: str, default: str) -> Any:
+    """Name the default in arguments as a recipe writes them, where they name no observer.
+
+    Only where the installed compressed-tensors would fill in an observer of its own.
+    """
+    args = scheme.get(field) if isinstance(scheme, Mapping) else None
+    if not isinstance(args, Mapping) or args.get("observer") or args.get("dynamic") is True:
+        return scheme
+    if QuantizationArgs(num_bits=8).observer is None:
+        return scheme
+    return {**scheme, field: {**args, "observer": default}}

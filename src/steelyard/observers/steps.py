@@ -13,6 +13,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStatus
 from torch.nn import Module, Parameter
 
+from steelyard.names import default_observer
 from steelyard.observers import Observer
 
 __all__ = [
@@ -51,12 +52,12 @@ def observer_of(module: Module, base_name: str) -> Observer | None:
 def initialize_observer(module: Module, base_name: str) -> None:
     """Put the observer that the scheme names on `module`; dynamic values need none.
 
-    Where the scheme names none: `memoryless_minmax` for weights, `minmax` for all else.
+    Where the scheme names none, it is the default of `steelyard.names`.
     """
     args = args_for(module, base_name)
     if args is None or args.dynamic is True:
         return
-    name = args.observer or ("memoryless_minmax" if base_name == "weight" else "minmax")
+    name = args.observer or default_observer(base_name)
     observer = Observer.load_from_registry(name, base_name=base_name, args=args)
     module.register_module(f"{base_name}_observer", observer)
     observer.attach(module)

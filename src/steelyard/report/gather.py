@@ -20,6 +20,7 @@ from steelyard.engine.result import Result
 from steelyard.formats import format_of
 from steelyard.formats.descriptions import describe_scales, scheme_label
 from steelyard.formats.tensor_names import WEIGHT, is_parameter, stores_codes
+from steelyard.names import WEIGHT_OBSERVER
 from steelyard.plan.plan import Plan, Planned
 from steelyard.report.sections import ModuleReport, SchemeUse, SkippedWeight, Summary, decibels
 
@@ -63,7 +64,7 @@ def _weight_of(planned: Planned | None, module: ModuleResult) -> dict[str, Any]:
         about |= {
             "shape": [rows, columns],
             "scheme": scheme_label(planned.scheme),
-            "observer": None if weights is None else weights.observer or "memoryless_minmax",
+            "observer": None if weights is None else weights.observer or WEIGHT_OBSERVER,
             "bytes_before": rows * columns * planned.dtype.itemsize,
             "bytes_after": planned.stored_bytes,
         }
@@ -184,7 +185,7 @@ def _words(args: QuantizationArgs | None, of_weights: bool = False) -> str | Non
         return None
     words = [describe_scales(args)]
     if of_weights:
-        words.append(args.observer or "memoryless_minmax")
+        words.append(args.observer or WEIGHT_OBSERVER)
     elif args.dynamic:
         words.append("dynamic")
     return ", ".join(words)
