@@ -29,7 +29,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save, save_file
 
 from steelyard.checkpoint import CheckpointWriter
-from steelyard.checkpoint.shards import DTYPE_NAMES, INDEX, SINGLE, Shards
+from steelyard.checkpoint.header import DTYPE_NAMES
+from steelyard.checkpoint.shard_index import INDEX, SINGLE
+from steelyard.checkpoint.shards import Shards
 from steelyard.errors import CheckpointError
 
 STRICTER = re.compile(

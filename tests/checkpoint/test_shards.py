@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import save_file
 from torch.testing import assert_close
 
-from steelyard.checkpoint.shards import INDEX, Shards
+from steelyard.checkpoint.shard_index import INDEX
+from steelyard.checkpoint.shards import Shards
 from steelyard.errors import CheckpointError
 
 FIRST = {"b": torch.arange(6.0).reshape(2, 3), "a": torch.ones(4, dtype=torch.bfloat16)}

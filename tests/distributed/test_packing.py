@@ -16,7 +16,7 @@ from torch.testing import assert_close
 
 import steelyard
 from steelyard.algorithms.module_result import ModuleResult
-from steelyard.checkpoint.shards import DTYPE_NAMES
+from steelyard.checkpoint.header import DTYPE_NAMES
 from steelyard.distributed.packing import pack, unpack
 from steelyard.errors import RanksError
 from steelyard.observers.hessians import Partial  # declared there

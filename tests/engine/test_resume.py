@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 
 from steelyard import oneshot
 from steelyard.checkpoint import CheckpointWriter, Shards, work
+from steelyard.checkpoint.growing_shards import GrowingShards
 from steelyard.checkpoint.work import WorkFolder
 from steelyard.engine import identity
 from steelyard.errors import CalibrationError, CheckpointError
@@ -292,15 +293,15 @@ def test_more_tensors_than_a_header_names(tmp_path: Path, monkeypatch: pytest.Mo
     save_file(many, tmp_path / "m" / "model.safetensors")
     (tmp_path / "m" / "config.json").write_text("{}")
     recipe_ = QuantizationModifier(scheme="FP8_DYNAMIC")
-    close = CheckpointWriter._close_shard
+    end = GrowingShards.end_current
 
-    def dying(self: CheckpointWriter) -> None:
-        close(self)
+    def dying(self: GrowingShards) -> None:
+        end(self)
         raise Stop
 
     with monkeypatch.context() as patch:
         patch.setattr(CheckpointWriter, "mark_seconds", 0.0)
-        patch.setattr(CheckpointWriter, "_close_shard", dying)
+        patch.setattr(GrowingShards, "end_current", dying)
         with pytest.raises(Stop):
             oneshot(tmp_path / "m", recipe_, None, tmp_path / "q")
     assert (tmp_path / ".q.steelyard" / "journal.json").exists()

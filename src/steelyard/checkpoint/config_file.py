@@ -1,24 +1,45 @@
-"""The config.json of a checkpoint, read as if its author meant harm."""
+"""The config.json of a checkpoint: read as if its author meant harm, and written."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import json
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import compressed_tensors
+import torch
+from compressed_tensors.base import (
+    COMPRESSION_VERSION_NAME,
+    QUANTIZATION_METHOD,
+    QUANTIZATION_METHOD_NAME,
+    SPARSITY_CONFIG_NAME,
+    TRANSFORM_CONFIG_NAME,
+)
 from compressed_tensors.quantization import QuantizationConfig
 
-from steelyard.checkpoint.header import read_json
 from steelyard.checkpoint.patterns import problem_of, slow_pattern
+from steelyard.checkpoint.untrusted_files import read_json
 from steelyard.errors import CheckpointError
 from steelyard.foreign import reason_of, show
 
-__all__ = ["check_patterns", "read_config", "read_quantization"]
+__all__ = [
+    "CONFIG",
+    "check_patterns",
+    "named_dtype",
+    "quantization_config_dict",
+    "read_config",
+    "read_quantization",
+    "text_config",
+    "write_config",
+]
+
+CONFIG = "config.json"
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Return the settings in config.json; its `quantization_config` is an object or not there."""
-    path = folder / "config.json"
+    path = folder / CONFIG
     try:
         config = read_json(path, unique=False)  # transformers takes the last of two keys
     except ValueError as error:
@@ -48,9 +69,22 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of the settings that describes the language model."""
+    inner = config.get("text_config")
+    return inner if isinstance(inner, dict) else config
+
+
+def named_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
+    """Return the type of the weights that the settings name; None where they name none."""
+    named = config.get("dtype") or config.get("torch_dtype")
+    dtype = getattr(torch, str(named).removeprefix("torch."), None)
+    return dtype if isinstance(dtype, torch.dtype) else None
+
+
 def read_quantization(folder: Path) -> tuple[dict[str, Any], QuantizationConfig]:
     """Return the settings in config.json, and those of compressed-tensors in it."""
-    start = f"{folder / 'config.json'} has no usable quantization_config"
+    start = f"{folder / CONFIG} has no usable quantization_config"
     try:
         config = read_config(folder)
     except CheckpointError as error:
@@ -70,6 +104,23 @@ def check_patterns(folder: Path, config: QuantizationConfig, names: Collection[s
     problem = next(filter(None, map(problem_of, patterns)), None)
     problem = problem or slow_pattern(patterns, names)
     if problem is not None:
-        raise CheckpointError(
-            f"{folder / 'config.json'} has no usable quantization_config: {problem}"
-        )
+        raise CheckpointError(f"{folder / CONFIG} has no usable quantization_config: {problem}")
+
+
+def quantization_config_dict(config: QuantizationConfig) -> dict[str, Any]:
+    """Return what stands under "quantization_config" in config.json, in JSON's own types."""
+    content = {
+        COMPRESSION_VERSION_NAME: compressed_tensors.__version__,
+        QUANTIZATION_METHOD_NAME: QUANTIZATION_METHOD,
+        SPARSITY_CONFIG_NAME: {},
+        TRANSFORM_CONFIG_NAME: {},
+        **config.model_dump(exclude={"quant_method"}),
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(content))
+    return plain
+
+
+def write_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write the settings of a checkpoint."""
+    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+    (folder / CONFIG).write_text(text, "utf-8")

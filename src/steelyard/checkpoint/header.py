@@ -1,37 +1,23 @@
 """The header of a safetensors file, read as if its author meant harm.
 
-A checkpoint comes from a stranger, so nothing in it is believed before it is checked: not the kind
-of file, not the length of the header, not a number in it. What safetensors itself refuses is
-refused; where this is stricter, a comment says why.
+What safetensors itself refuses is refused; where this is stricter, a comment says why.
 """
 
 from __future__ import annotations
 
-import errno
-import json
 import os
 import re
-import stat
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from steelyard.checkpoint.untrusted_files import MAX_JSON, open_file, parse_json, unreadable
 from steelyard.errors import CheckpointError
 from steelyard.foreign import show
 
-__all__ = [
-    "DTYPE_NAMES",
-    "TensorInfo",
-    "check_name",
-    "mode_of",
-    "open_file",
-    "read_header",
-    "read_json",
-    "unreadable",
-]
+__all__ = ["DTYPE_NAMES", "TensorInfo", "check_name", "read_header"]
 
 _DTYPES = {
     "BOOL": torch.bool,
@@ -52,7 +38,6 @@ _DTYPES = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
-_MAX_JSON = 100_000_000  # bytes; the limit that safetensors has for a header
 _MAX_NAME = 1_000  # characters; names are paths of attributes and stay under 200
 _MAX_SIZE = 2**63 - 1  # torch counts elements in 64 bits
 _FIELDS = ("dtype", "shape", "data_offsets")
@@ -72,100 +57,6 @@ class TensorInfo:
     offset: int  # of the first byte within the file
 
 
-def unreadable(path: Path, error: Exception) -> CheckpointError:
-    """Return the error for a file that the system does not give out."""
-    number = getattr(error, "errno", None)
-    reason = getattr(error, "strerror", None) or str(error)
-    if number == errno.ENOENT and path.is_symlink():
-        return CheckpointError(
-            f"{path} is a link to {path.readlink()}, which is not there; the download is "
-            "incomplete, run it again, or put the file in the link's place"
-        )
-    if number == errno.ENOENT:
-        return CheckpointError(f"{path} is not there; the download is incomplete, run it again")
-    if number == errno.ELOOP or isinstance(error, RuntimeError):  # the latter from Path.resolve
-        return CheckpointError(
-            f"{path} is a link that leads back to itself; download the checkpoint again"
-        )
-    if number in (errno.EACCES, errno.EPERM):
-        return CheckpointError(f"{path} cannot be read ({reason}); change its permissions")
-    return CheckpointError(
-        f"{path} cannot be read ({reason}); check the disk that it is on, or download it again"
-    )
-
-
-def mode_of(path: Path) -> int:
-    """Return the kind of a path, links not followed; 0 if there is none."""
-    try:
-        return path.lstat().st_mode
-    except FileNotFoundError:
-        return 0
-    except OSError as error:
-        raise unreadable(path, error) from error
-
-
-def open_file(path: Path) -> int:
-    """Return a descriptor of a regular file.
-
-    The kind is looked at before: opening a device can have an effect, and reading one need not
-    end. Should it change in between, O_NONBLOCK keeps a pipe from waiting for its other side.
-    """
-    try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise CheckpointError(
-                f"{path} is not a file but a folder, a pipe or a device; download the checkpoint "
-                "again"
-            )
-        return os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    except CheckpointError:
-        raise
-    except OSError as error:
-        raise unreadable(path, error) from error
-
-
-def read_json(path: Path, unique: bool = True) -> Any:
-    """Return what a file of JSON holds; ValueError if it is none.
-
-    unique: refuse an object with two equal keys
-    """
-    with os.fdopen(open_file(path), "rb") as stream:
-        size = os.fstat(stream.fileno()).st_size
-        if size > _MAX_JSON:
-            raise ValueError(f"it has {size:,} bytes, more than {_MAX_JSON:,}")
-        try:
-            raw = stream.read(_MAX_JSON)
-        except OSError as error:
-            raise unreadable(path, error) from error
-    return _parse(raw, unique)
-
-
-def _parse(raw: bytes, unique: bool = True) -> Any:
-    """Parse JSON; ValueError for whatever is wrong with it.
-
-    A key that comes twice is refused too, although safetensors takes the last for the name of a
-    tensor: which of the two counts depends on the reader.
-    """
-    try:
-        return json.loads(
-            raw.decode("utf-8"), parse_int=_integer, object_pairs_hook=_object if unique else None
-        )
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
-        raise ValueError(f"it has the key {show(twice)} twice")
-    return found
-
-
-def _integer(digits: str) -> int | float:
-    """Numbers beyond 64 bits, and -0, become floats as in safetensors, which no field may hold."""
-    return int(digits) if len(digits) <= 20 and digits != "-0" else float(digits)
-
-
 def read_header(file: Path) -> tuple[list[TensorInfo], os.stat_result]:
     """Return the tensors of a file in the order of their bytes, and the state that it was in."""
     with os.fdopen(open_file(file), "rb") as stream:
@@ -177,10 +68,10 @@ def read_header(file: Path) -> tuple[list[TensorInfo], os.stat_result]:
                     "download is incomplete, run it again"
                 )
             length = int.from_bytes(stream.read(8), "little")
-            if length > _MAX_JSON:
+            if length > MAX_JSON:
                 raise CheckpointError(
                     f"{file} is not a safetensors file: its header would have {length:,} bytes, "
-                    f"the format allows {_MAX_JSON:,}; {_POINTER}"
+                    f"the format allows {MAX_JSON:,}; {_POINTER}"
                 )
             if 8 + length > state.st_size:
                 raise CheckpointError(
@@ -191,7 +82,7 @@ def read_header(file: Path) -> tuple[list[TensorInfo], os.stat_result]:
         except OSError as error:
             raise unreadable(file, error) from error
     try:
-        header = _parse(raw)
+        header = parse_json(raw)
         if not isinstance(header, dict):
             raise ValueError(f"its header is {show(header)}, not an object")
     except ValueError as error:

@@ -49,7 +49,9 @@ class ShardRecord(FileRecord):
     header_crc: Crc
 
 
-class Entry(_Strict):
+class HeaderEntry(_Strict):
+    """A tensor in the header of a shard."""
+
     dtype: str
     shape: list[Count]
     data_offsets: tuple[Count, Count]
@@ -63,7 +65,7 @@ class OpenShard(_Strict):
     written: Count
     crc: Crc
     header: Count
-    entries: dict[str, Entry]
+    entries: dict[str, HeaderEntry]
     waiting: dict[str, tuple[str, list[Count], str]]
 
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 
-from steelyard.checkpoint.header import mode_of, unreadable
+from steelyard.checkpoint.untrusted_files import mode_of, unreadable
 from steelyard.errors import CheckpointError
 
-__all__ = ["can_be_copied", "check_kinds", "entries", "other_files"]
+__all__ = ["can_be_copied", "check_kinds", "copy_files", "entries", "other_files"]
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 _NOT_MODEL = {".git", ".cache"}  # what git and the hub's downloader leave beside a model
@@ -38,6 +40,30 @@ def other_files(folder: Path) -> list[Path]:
             elif not _is_weights(path) and can_be_copied(path, root):
                 found.append(path.relative_to(folder))
     return sorted(found)
+
+
+def copy_files(
+    folder: Path, files: Iterable[Path], target: Path, without: Iterable[str] = ()
+) -> list[Path]:
+    """Copy files of a folder that `target` does not hold yet; return those that were copied.
+
+    files, without: relative to the folder
+    """
+    copied = []
+    for relative in files:
+        place = target / relative
+        if str(relative) in without or place.exists():
+            continue
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(folder / relative, place)
+        except OSError as error:
+            raise CheckpointError(
+                f"{folder / relative} cannot be copied to {place}: {error.strerror}; the same "
+                "command resumes from its last mark"
+            ) from error
+        copied.append(relative)
+    return copied
 
 
 def check_kinds(folder: Path) -> None:

@@ -30,8 +30,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from steelyard.atomic_file import sync
-from steelyard.checkpoint.header import mode_of, open_file, read_header, read_json, unreadable
+from steelyard.atomic_file import write_atomic
+from steelyard.checkpoint.config_file import CONFIG
+from steelyard.checkpoint.header import read_header
+from steelyard.checkpoint.untrusted_files import mode_of, open_file, read_json, unreadable
 from steelyard.errors import CheckpointError
 
 __all__ = [
@@ -112,10 +114,7 @@ class Provenance(_Strict):
 
 def write_provenance(folder: Path, source: Path | None, changed: Iterable[str] = ()) -> None:
     """Write `provenance.json` into a complete checkpoint, and wait until it is on the disk."""
-    path = folder / PROVENANCE
-    path.write_text(Provenance.of(folder, source, changed).to_json(), "utf-8")
-    sync(path)
-    sync(folder)
+    write_atomic(folder / PROVENANCE, Provenance.of(folder, source, changed).to_json())
 
 
 def read_provenance(folder: Path) -> Provenance | None:
@@ -203,7 +202,7 @@ def _pieces(path: Path) -> Iterator[memoryview]:
 def source_of(folder: Path) -> dict[str, SourceFile]:
     """Describe a model's files without reading its weights."""
     found: dict[str, SourceFile] = {}
-    config = folder / "config.json"
+    config = folder / CONFIG
     if config.is_file():
         digest = file_digest(config)
         found[config.name] = SourceFile(bytes=digest.bytes, sha256=digest.sha256)

@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from steelyard.checkpoint.shards import DTYPE_NAMES, LARGEST_CALL
+from steelyard.checkpoint.header import DTYPE_NAMES
+from steelyard.checkpoint.open_files import LARGEST_CALL
 from steelyard.errors import CheckpointError
 
 __all__ = ["HEADER_ROOM", "ShardFile", "checksum", "entry_bytes", "is_whole"]

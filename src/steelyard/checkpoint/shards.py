@@ -8,36 +8,24 @@ from __future__ import annotations
 
 import mmap
 import os
-import re
 import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path
 
 import torch
 
-from steelyard.checkpoint.header import (
-    DTYPE_NAMES,
-    TensorInfo,
-    check_name,
-    mode_of,
-    open_file,
-    read_header,
-    read_json,
-    unreadable,
-)
-from steelyard.checkpoint.other_files import entries, other_files
+from steelyard.checkpoint.header import TensorInfo, read_header
+from steelyard.checkpoint.open_files import LARGEST_CALL, OpenFiles
+from steelyard.checkpoint.other_files import other_files
+from steelyard.checkpoint.shard_index import check_index, find_shards
+from steelyard.checkpoint.untrusted_files import unreadable
 from steelyard.errors import CheckpointError
-from steelyard.foreign import show
 
-__all__ = ["DTYPE_NAMES", "INDEX", "SINGLE", "Shards", "TensorInfo"]
+__all__ = ["PIECE", "Shards", "TensorInfo"]
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 PIECE = 1 << 22
-LARGEST_CALL = 1 << 30  # bytes read or written at once; macOS refuses 2 GiB
-_NUMBERED = re.compile(r"(.+)-(\d{1,9})-of-(\d{1,9})\.safetensors")
 
 
 class Shards:
@@ -63,19 +51,7 @@ class Shards:
                 f"{self.folder} is not a folder; give the path of a downloaded checkpoint, "
                 "for instance what `hf download` prints"
             )
-        present = [path for path in entries(self.folder) if path.name.endswith(".safetensors")]
-        index = _read_index(self.folder)
-        if index is not None:
-            self.files = sorted({self.folder / file for file in index.values()})
-            self._check_files(present)
-        elif self.folder / SINGLE in present:
-            self.files = [self.folder / SINGLE]
-        else:
-            self.files = present
-            _check_numbers(self.folder, present)
-        if not self.files:
-            raise CheckpointError(_no_weights(self.folder))
-        self.unread = [file for file in present if file not in self.files]
+        index, self.files, self.unread = find_shards(self.folder)
         self._infos: dict[str, TensorInfo] = {}
         self._states: dict[Path, os.stat_result] = {}
         for file in self.files:
@@ -89,43 +65,10 @@ class Shards:
                     )
                 self._infos[info.name] = info
         if index is not None:
-            self._check_index(index)
+            check_index(self.folder, index, {name: i.file for name, i in self._infos.items()})
         self.other_files()  # raises now, not when a long run ends and they are copied
-        self._open: dict[Path, int] = {}
-        weakref.finalize(self, _close_all, self._open)
-
-    def _check_files(self, present: list[Path]) -> None:
-        for file in self.files:
-            if not mode_of(file):
-                raise CheckpointError(
-                    f"{self.folder / INDEX} names {file.name}, which is not there; the download "
-                    "is incomplete, run it again"
-                )
-        single = self.folder / SINGLE
-        if single in present and single not in self.files:
-            raise CheckpointError(
-                f"{self.folder} has {SINGLE} and an index that does not name it; remove whichever "
-                "of the two is out of date"
-            )
-
-    def _check_index(self, index: dict[str, str]) -> None:
-        for name, file in index.items():
-            if name not in self._infos:
-                raise CheckpointError(
-                    f"{INDEX} places {name} in {self.folder / file}, which does not hold it; "
-                    "download both again, or save the model anew"
-                )
-            if self._infos[name].file != self.folder / file:
-                raise CheckpointError(
-                    f"{INDEX} places {name} in {self.folder / file}, but it is in "
-                    f"{self._infos[name].file}; download both again, or save the model anew"
-                )
-        for name, info in self._infos.items():
-            if name not in index:
-                raise CheckpointError(
-                    f"{info.file} holds {name}, which {INDEX} does not list; download both again, "
-                    "or save the model anew"
-                )
+        self._open = OpenFiles()
+        weakref.finalize(self, self._open.close)
 
     def names(self) -> list[str]:
         """Return all names in the order of the files, and within a file as the bytes lie."""
@@ -181,9 +124,8 @@ class Shards:
     def _fill(self, view: memoryview, info: TensorInfo, start: int) -> None:
         """Read bytes of a tensor from `start` on until the view is full."""
         file, done = info.file, 0
-        if file not in self._open:
-            self._open[file] = open_file(file)
-        now, before = os.fstat(self._open[file]), self._states[file]
+        handle = self._open.descriptor(file)
+        now, before = os.fstat(handle), self._states[file]
         if (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
             raise CheckpointError(
                 f"{file} was changed while it was in use: it has {now.st_size:,} bytes, it had "
@@ -191,9 +133,8 @@ class Shards:
             )
         while done < len(view):
             try:
-                got = os.preadv(
-                    self._open[file], [view[done : done + LARGEST_CALL]], info.offset + start + done
-                )
+                part = view[done : done + LARGEST_CALL]
+                got = os.preadv(handle, [part], info.offset + start + done)
             except OSError as error:
                 raise unreadable(file, error) from error
             if got == 0:
@@ -229,29 +170,13 @@ class Shards:
 
     def close(self) -> None:
         """Let go of the files; a later `read` opens them again."""
-        _close_all(self._open)
+        self._open.close()
 
     def __enter__(self) -> Shards:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def _check_numbers(folder: Path, present: list[Path]) -> None:
-    """Refuse shards whose names say that there are more; without an index nothing else does."""
-    numbers: dict[tuple[str, int], set[int]] = {}
-    for path in present:
-        if match := _NUMBERED.fullmatch(path.name):
-            numbers.setdefault((match[1], int(match[3])), set()).add(int(match[2]))
-    for (name, count), found in numbers.items():
-        if len(found) < count:
-            first = next(i for i in range(1, count + 1) if i not in found)
-            raise CheckpointError(
-                f"{folder} holds {len(found)} of {count} files {name}-*, without "
-                f"{name}-{first:05d}-of-{count:05d}.safetensors and {INDEX}; the download is "
-                "incomplete, run it again"
-            )
 
 
 def _memory(nbytes: int) -> torch.Tensor:
@@ -262,63 +187,3 @@ def _memory(nbytes: int) -> torch.Tensor:
     with suppress(OSError):  # a kernel without them
         pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8)
-
-
-def _close_all(handles: dict[Path, int]) -> None:
-    while handles:
-        os.close(handles.popitem()[1])
-
-
-def _read_index(folder: Path) -> dict[str, str] | None:
-    path = folder / INDEX
-    if not mode_of(path):
-        return None
-    try:
-        index = read_json(path)
-        entries = index.get("weight_map") if isinstance(index, dict) else index
-        if not isinstance(entries, dict) or not entries:
-            raise ValueError(f"its weight_map is {show(entries)}")
-    except CheckpointError:
-        raise
-    except ValueError as error:
-        raise CheckpointError(
-            f"{path} is not an index of tensors to files ({error}); download it again"
-        ) from error
-    checked = set()
-    for name, file in entries.items():
-        check_name(path, name)
-        if not isinstance(file, str) or file not in checked:
-            _check_place(path, name, file)
-            checked.add(file)
-    return entries
-
-
-def _check_place(index: Path, name: str, file: object) -> None:
-    if not isinstance(file, str) or not file.isprintable() or len(file.encode()) > 255:
-        raise CheckpointError(
-            f"{index} places {name} in {show(file)}, which is not the name of a file; download it "
-            "again"
-        )
-    posix, windows = PurePosixPath(file), PureWindowsPath(file)
-    leaves = ".." in (*posix.parts, *windows.parts)
-    if leaves or posix.is_absolute() or windows.is_absolute() or windows.drive:
-        raise CheckpointError(
-            f"{index} places {name} in {file}, outside the folder; do not use this checkpoint "
-            "unless you know who made it"
-        )
-    if posix.suffix != ".safetensors":
-        raise CheckpointError(
-            f"{index} places {name} in {show(file)}, which is not a *.safetensors; convert the "
-            "model, or download the index again"
-        )
-
-
-def _no_weights(folder: Path) -> str:
-    pickled = [path.name for path in entries(folder) if path.name.endswith(".bin")]
-    if not pickled:
-        return f"{folder} holds no *.safetensors; is this the folder of a model?"
-    return (
-        f"{folder} holds {pickled[0]} but no *.safetensors; convert it: load it with "
-        "AutoModelForCausalLM.from_pretrained(...) and save it with "
-        "save_pretrained(..., safe_serialization=True)"
-    )

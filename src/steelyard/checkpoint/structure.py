@@ -8,7 +8,9 @@ from typing import Any
 
 from compressed_tensors.base import QUANTIZATION_METHOD
 
-from steelyard.checkpoint.shards import INDEX, Shards
+from steelyard.checkpoint.config_file import text_config
+from steelyard.checkpoint.shard_index import INDEX
+from steelyard.checkpoint.shards import Shards
 from steelyard.checkpoint.written import WrittenCheckpoint
 from steelyard.foreign import show
 from steelyard.formats import (
@@ -196,8 +198,7 @@ class Structure:
 
     def _text(self) -> dict[str, Any]:
         """The part of the config that describes the language model."""
-        inner = self.written.config.get("text_config")
-        return inner if isinstance(inner, dict) else self.written.config
+        return text_config(self.written.config)
 
 
 def _kind(module: str) -> str:

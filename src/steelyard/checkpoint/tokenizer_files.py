@@ -5,9 +5,9 @@ from __future__ import annotations
 import stat
 from pathlib import Path
 
-from steelyard.checkpoint.header import mode_of
 from steelyard.checkpoint.model_files import is_tokenizer_file
 from steelyard.checkpoint.other_files import can_be_copied, entries
+from steelyard.checkpoint.untrusted_files import mode_of
 
 __all__ = ["tokenizer_files"]
 

@@ -25,7 +25,6 @@ from steelyard.checkpoint.against_source import (
 )
 from steelyard.checkpoint.config_file import read_config
 from steelyard.checkpoint.digests import DigestsFound, Watch, check_digests, unwatched
-from steelyard.checkpoint.header import read_json
 from steelyard.checkpoint.model_files import is_model_file
 from steelyard.checkpoint.provenance import PROVENANCE, Provenance, read_provenance, source_of
 from steelyard.checkpoint.scale_values import (
@@ -36,6 +35,7 @@ from steelyard.checkpoint.scale_values import (
 )
 from steelyard.checkpoint.shards import Shards
 from steelyard.checkpoint.structure import Structure
+from steelyard.checkpoint.untrusted_files import read_json
 from steelyard.checkpoint.written import WrittenCheckpoint
 from steelyard.errors import CheckpointError
 from steelyard.words import count

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from steelyard.checkpoint.config_file import read_config
+from steelyard.checkpoint.config_file import named_dtype, read_config, text_config
 from steelyard.checkpoint.shards import PIECE, Shards, TensorInfo
 from steelyard.errors import CheckpointError
 from steelyard.foreign import show
@@ -63,8 +63,7 @@ class CheckpointView(Shards):
     @property
     def text_config(self) -> dict[str, Any]:
         """The part of the config that describes the language model."""
-        inner = self.config.get("text_config")
-        return inner if isinstance(inner, dict) else self.config
+        return text_config(self.config)
 
     def read(self, name: str) -> torch.Tensor:
         make = self._made.get(name)
@@ -97,9 +96,8 @@ class CheckpointView(Shards):
                 f"{self.folder} is quantized already (quant_method {show(method)}); give the "
                 "checkpoint that it was made from"
             )
-        named = self.config.get("dtype") or self.config.get("torch_dtype") or "bfloat16"
-        dtype = getattr(torch, str(named).removeprefix("torch."), None)
-        dtype = dtype if dtype in _FLOATS else torch.bfloat16
+        named = named_dtype(self.config)
+        dtype = named if named in _FLOATS else torch.bfloat16
         for name, info in self._stored.items():
             if info.dtype != torch.float8_e4m3fn:
                 continue

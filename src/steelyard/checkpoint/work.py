@@ -22,7 +22,6 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from steelyard.checkpoint.journal import journal_text, read_journal
 from steelyard.errors import CheckpointError
 from steelyard.file_lock import lock_file
 
-__all__ = ["WorkFolder", "differences"]
+__all__ = ["WorkFolder"]
 
 
 class WorkFolder:
@@ -262,19 +261,3 @@ class WorkFolder:
                 self.old.rename(self.output)
                 raise
         sync(self.output.parent)
-
-
-def differences(before: dict[str, Any], now: dict[str, Any], path: str = "") -> Iterator[str]:
-    """Yield what differs between two identities, by name."""
-    for key in {**before, **now}:
-        name = f"{path}{key}"
-        first, second = before.get(key), now.get(key)
-        if isinstance(first, dict) and isinstance(second, dict):
-            yield from differences(first, second, f"{name}: ")
-        elif first != second:
-            yield f"{name} was {_short(first)}, and is {_short(second)}"
-
-
-def _short(value: Any) -> str:
-    text = "absent" if value is None else str(value).strip()
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -13,7 +13,7 @@ import torch
 from compressed_tensors.quantization import QuantizationScheme
 from compressed_tensors.utils.match import match_name
 
-from steelyard.checkpoint.config_file import check_patterns, read_quantization
+from steelyard.checkpoint.config_file import check_patterns, named_dtype, read_quantization
 from steelyard.checkpoint.patterns import PREFIX
 from steelyard.checkpoint.shards import Shards
 from steelyard.checkpoint.stored_weight import StoredWeight
@@ -109,9 +109,7 @@ class WrittenCheckpoint:
             return self.source.info(plain).dtype
         if module in self.dtypes:
             return self.dtypes[module]
-        named = self.config.get("dtype") or self.config.get("torch_dtype")
-        dtype = getattr(torch, str(named).removeprefix("torch."), None)
-        if isinstance(dtype, torch.dtype):
+        if (dtype := named_dtype(self.config)) is not None:
             return dtype
         stored = self.shards.info(scale).dtype if scale in self.shards else torch.uint8
         return stored if stored.itemsize > 1 else torch.bfloat16  # one byte is a code of the format

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from steelyard.checkpoint.header import read_json
+from steelyard.checkpoint.untrusted_files import read_json
 from steelyard.errors import PipelineError
 from steelyard.evaluate.layerwise import LayerwiseModel
 from steelyard.foreign import reason_of

@@ -1,0 +1,175 @@
+"""The shards of a checkpoint that is being written: which tensor goes where, and what is complete.
+
+Until their number is known, shards have names of their own; `name_all` gives them those of the
+format, and writes the index.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from steelyard.checkpoint.shard_file import ShardFile, is_whole
+from steelyard.checkpoint.shard_index import INDEX, SINGLE
+from steelyard.errors import CheckpointError
+
+__all__ = ["GrowingShards", "are_in_place"]
+
+Record = dict[str, Any]
+"""Names, sizes and checksums of a shard, as in the journal."""
+
+
+class GrowingShards:
+    """Shards in a folder.
+
+    max_bytes: a shard holds at most this much, or one tensor that is larger
+    complete:  position -> record of a shard that has its end
+    left:      position -> how an earlier run left a shard that it was writing
+    """
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self.folder = folder
+        self.max_bytes = max_bytes
+        self.complete: dict[int, Record] = {}
+        self.left: dict[int, Record] = {}
+        self.names: set[str] = set()
+        self._file: ShardFile | None = None  # the shard that is being written
+        self._position = 0  # its number
+        self._planned = False  # the caller says which shard a tensor belongs to
+
+    # -- tensors ------------------------------------------------------------------------------
+
+    def file_for(self, name: str, nbytes: int, dimensions: int) -> ShardFile:
+        """Return the file that takes a tensor of this size."""
+        if name in self.names:
+            raise CheckpointError(f"{name} was added to the checkpoint twice")
+        self.names.add(name)
+        if not self._planned:
+            self._position = len(self.complete)
+            file = self._current()
+            if file.names and (
+                file.nbytes + nbytes > self.max_bytes or not file.has_room(name, dimensions)
+            ):
+                self.end_current()
+                self._position += 1
+        return self._current()
+
+    def at(self, position: int) -> None:
+        """Let the tensors that follow be those of one shard."""
+        if self._planned and position != self._position:
+            self.end_current()
+        self._planned, self._position = True, position
+
+    def _current(self) -> ShardFile:
+        if self._file is None:
+            left = self.left.pop(self._position, None)
+            self._file = ShardFile(self._path(self._position), left)
+        return self._file
+
+    def end_current(self) -> None:
+        """Complete the shard that is being written, if there is one."""
+        if self._file is None and self._position in self.left:  # all that it lacks is an end
+            self._current()
+        if self._file is None:
+            return
+        about = {"names": self._file.names, "nbytes": self._file.nbytes}
+        self.complete[self._position] = {**about, **self._file.close()}
+        self._file = None
+
+    def join(self, others: Iterable[Mapping[int, Record]]) -> None:
+        """Take the complete shards of other ranks; the tensors that follow come after them all."""
+        for complete in others:
+            self.complete.update(complete)
+        self.left.clear()
+        self._note_names()
+        self._planned = False
+
+    def end_planned(self) -> None:
+        """Complete the current shard if the caller said which it is."""
+        if self._planned:
+            self.end_current()
+
+    def abandon(self) -> None:
+        """Close the file that is being written, as it is."""
+        if self._file is not None:
+            self._file.abandon()
+
+    # -- resuming -----------------------------------------------------------------------------
+
+    def open_states(self) -> dict[int, Record]:
+        """Return the state of each shard without an end; its bytes are on the disk."""
+        states = dict(self.left)
+        if self._file is not None:
+            states[self._position] = self._file.state()
+        return states
+
+    def adopt(self, complete: dict[int, Record], left: dict[int, Record]) -> None:
+        """Start from what the first rank restored."""
+        self.complete, self.left = complete, left
+        self._note_names()
+
+    def restore(self, journals: Iterable[Mapping[str, Any]]) -> None:
+        """Start from the journals of an earlier run; remove files that they do not vouch for."""
+        for journal in journals:
+            self.complete.update({int(i): shard for i, shard in journal["shards"].items()})
+            for i, state in journal["open"].items():
+                known = self.left.get(int(i))
+                if known is None or len(known["names"]) < len(state["names"]):
+                    self.left[int(i)] = state
+        for position, shard in self.complete.items():
+            self.left.pop(position, None)
+            if not is_whole(self._path(position, len(self.complete)), shard):
+                raise CheckpointError(
+                    f"{self._path(position)} is not as it was left; start anew with resume=False"
+                )
+        self._remove_others()
+
+    def _remove_others(self) -> None:
+        count = len(self.complete)
+        kept = {self._path(position, count) for position in self.complete}
+        kept |= {self._path(position) for position in self.left}
+        for path in self.folder.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            elif path not in kept:
+                path.unlink()
+
+    def _note_names(self) -> None:
+        for shard in (*self.complete.values(), *self.left.values()):
+            self.names.update(shard["names"])
+        self._position = len(self.complete)
+
+    # -- files --------------------------------------------------------------------------------
+
+    def name_all(self) -> None:
+        """Give all shards their final names, and write the index where there are several."""
+        count = len(self.complete)
+        weight_map: dict[str, str] = {}
+        for position, shard in sorted(self.complete.items()):
+            file = _final(position, count)
+            if (path := self._path(position, count)).name != file:
+                path.rename(self.folder / file)
+            weight_map.update(dict.fromkeys(shard["names"], file))
+        if count > 1:
+            total = sum(shard["nbytes"] for shard in self.complete.values())
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+            (self.folder / INDEX).write_text(text, "utf-8")
+
+    def _path(self, position: int, count: int = 0) -> Path:
+        """Return where a shard lies; `count` is that of all shards, if it is known."""
+        path = self.folder / f"shard-{position:05d}.safetensors"
+        return path if path.exists() or not count else self.folder / _final(position, count)
+
+
+def are_in_place(folder: Path, complete: Mapping[int, Record]) -> bool:
+    """Whether a folder holds all of these shards under their final names."""
+    count = len(complete)
+    return all(is_whole(folder / _final(int(i), count), s) for i, s in complete.items())
+
+
+def _final(position: int, count: int) -> str:
+    return SINGLE if count == 1 else f"model-{position + 1:05d}-of-{count:05d}.safetensors"
