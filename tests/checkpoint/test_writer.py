@@ -181,7 +181,9 @@ def test_old_output_is_restored_if_the_rename_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = write(tmp_path / "out", some_tensors())
-    monkeypatch.setattr("steelyard.checkpoint.work.exchange", lambda *_: False)  # as on some disks
+    monkeypatch.setattr(
+        "steelyard.checkpoint.work_folder.exchange", lambda *_: False
+    )  # as on some disks
     rename = Path.rename
 
     def failing(self: Path, target: Path) -> Path:

@@ -19,9 +19,9 @@ from interruption import Stop, lasting, stop_at_mark
 from safetensors.torch import save_file
 
 from steelyard import oneshot
-from steelyard.checkpoint import CheckpointWriter, Shards, work
+from steelyard.checkpoint import CheckpointWriter, Shards, work_folder
 from steelyard.checkpoint.growing_shards import GrowingShards
-from steelyard.checkpoint.work import WorkFolder
+from steelyard.checkpoint.work_folder import WorkFolder
 from steelyard.engine import identity
 from steelyard.errors import CalibrationError, CheckpointError
 from steelyard.modifiers import QuantizationModifier
@@ -432,7 +432,7 @@ def test_old_output_is_there_until_the_new_one_is(
     def child() -> None:
         Path.rename = dying  # type: ignore[method-assign,assignment]
         if not can_exchange:
-            work.exchange = lambda first, second: False
+            work_folder.exchange = lambda first, second: False
         run(source, out, kind, overwrite=True)
 
     process = os.fork()

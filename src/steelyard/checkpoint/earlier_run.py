@@ -7,7 +7,7 @@ from typing import Any
 
 from steelyard.checkpoint.growing_shards import are_in_place
 from steelyard.checkpoint.place import check_output
-from steelyard.checkpoint.work import WorkFolder
+from steelyard.checkpoint.work_folder import WorkFolder
 from steelyard.errors import CheckpointError
 
 __all__ = ["EarlierRun"]

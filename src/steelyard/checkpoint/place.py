@@ -20,7 +20,7 @@ from steelyard.errors import CheckpointError
 
 __all__ = ["check_apart", "check_output", "output_path"]
 
-_RESERVED = re.compile(r"\..+\.steelyard(-done)?")  # see `steelyard.checkpoint.work`
+_RESERVED = re.compile(r"\..+\.steelyard(-done)?")  # see `steelyard.checkpoint.work_folder`
 
 
 def output_path(given: str | Path) -> Path:

@@ -16,7 +16,7 @@ from steelyard.checkpoint.earlier_run import EarlierRun
 from steelyard.checkpoint.growing_shards import GrowingShards
 from steelyard.checkpoint.journal import check_file
 from steelyard.checkpoint.place import check_output
-from steelyard.checkpoint.work import WorkFolder
+from steelyard.checkpoint.work_folder import WorkFolder
 from steelyard.distributed import Ranks
 from steelyard.errors import CheckpointError
 

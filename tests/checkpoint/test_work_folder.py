@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from steelyard.checkpoint import CheckpointWriter, Shards
-from steelyard.checkpoint import work as module
+from steelyard.checkpoint import work_folder as module
 from steelyard.checkpoint.exchange import exchange
-from steelyard.checkpoint.work import WorkFolder
+from steelyard.checkpoint.work_folder import WorkFolder
 from steelyard.errors import CheckpointError
 
 IDENTITY = {"recipe": "r"}
