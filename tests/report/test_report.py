@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,9 @@ def test_every_run_leaves_a_report_beside_its_checkpoint(source: Path, tmp_path:
     ]
     assert report.recipe == (out / "recipe.yaml").read_text()
     assert report.notes == result.notes
+    assert report.changed == []
+    changed = replace(result, changed=["model.norm.weight", "lm_head.weight"])
+    assert Report.of(changed, folder=out).changed == ["lm_head.weight", "model.norm.weight"]
     summary = report.summary
     assert summary is not None
     assert summary.model == "small-llama"

@@ -23,6 +23,7 @@ class Result:
     model:    the module that was given, now quantized; None where the source was a folder
     source:   the name of what was quantized
     warnings: those of the notes that call for attention
+    changed:  tensors of the source that the run changed, before or without quantizing them
     """
 
     plan: Plan
@@ -34,6 +35,7 @@ class Result:
     notes: list[str] = field(default_factory=list)
     source: str = ""
     warnings: list[str] = field(default_factory=list)
+    changed: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         planned_only = not self.modules and not self.seconds

@@ -37,6 +37,8 @@ class Report(BaseModel):
     summary: Summary | None = None
     modules: list[ModuleReport] = Field(default_factory=list)
     left: list[SkippedWeight] = Field(default_factory=list)
+    changed: list[str] = Field(default_factory=list)
+    """Tensors of the source that the run changed, before or without quantizing them."""
     notes: list[str] = Field(default_factory=list)
     recipe: str | None = None
     evaluation: Evaluation | None = None
@@ -58,6 +60,7 @@ class Report(BaseModel):
             summary=summary_of(result, modules, folder or result.output_dir),
             modules=modules,
             left=skipped_weights(result),
+            changed=sorted(result.changed),
             notes=list(result.notes),
             recipe=result.recipe.text,
             evaluation=None if evaluation is None else dict(evaluation),
