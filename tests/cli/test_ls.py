@@ -6,20 +6,23 @@ import sys
 
 import pytest
 from commands import Command
-from compressed_tensors.quantization import QuantizationStrategy
+from compressed_tensors.quantization import QuantizationStrategy, preset_name_to_scheme
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 
+from steelyard import names
 from steelyard.cli import known
+from steelyard.cli.known import one_of
+from steelyard.cli.recipe import recipe_from
 from steelyard.engine import oneshot as module
 from steelyard.modifiers import QuantizationModifier
-from steelyard.observers import Observer
+from steelyard.observers import Observer, StaticMinMaxObserver
 
 
 def test_names_are_those_of_the_registries() -> None:
     ours = {n for n in Observer.registered_names() if _is_ours(n)}
-    assert set(known.OBSERVERS) == ours
-    assert {*PRESET_SCHEMES} - {"UNQUANTIZED"} <= set(known.SCHEMES)
-    assert list(known.SCHEMES) == sorted(known.SCHEMES)
+    assert {n for group in names.observer_modules().values() for n in group} == ours
+    assert set(names._presets_in_source()) == {*PRESET_SCHEMES}
+    assert names.scheme_names() == sorted({*PRESET_SCHEMES} - {"UNQUANTIZED"})
     here = sys.modules[module.__module__] if callable(module) else module
     assert known.PIPELINES == here.PIPELINES
     assert known.UNCALIBRATED == here.UNCALIBRATED
@@ -27,6 +30,27 @@ def test_names_are_those_of_the_registries() -> None:
 
 def _is_ours(name: str) -> bool:
     return Observer.get_value_from_registry(name).__module__.startswith("steelyard.")
+
+
+def test_every_preset_is_accepted(steelyard: Command) -> None:
+    """From compressed-tensors' own registry: a preset that is new there needs no change here."""
+    for name in {*PRESET_SCHEMES} - {"UNQUANTIZED"}:
+        made = recipe_from(one_of("scheme", name.lower(), names.scheme_names()), None)
+        expected = preset_name_to_scheme(name, ["Linear"]).weights
+        assert made.config.config_groups["group_0"].weights.num_bits == expected.num_bits
+
+
+def test_names_of_plug_ins_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mine(StaticMinMaxObserver):
+        """A user's observer."""
+
+    monkeypatch.setattr(Observer.registry, "_entries", dict(Observer.registry._entries))
+    monkeypatch.setitem(PRESET_SCHEMES, "W4_MINE", PRESET_SCHEMES["W4A16"])
+    Observer.register("mine")(Mine)
+    assert "mine" in names.observer_names() and "W4_MINE" in names.scheme_names()
+    assert one_of("observer", "Mine", names.observer_names()) == "mine"
+    made = recipe_from("W4_MINE", None, observer="mine")
+    assert made.config.config_groups["group_0"].weights.observer == "mine"
 
 
 def test_lists(steelyard: Command) -> None:

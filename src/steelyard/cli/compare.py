@@ -11,11 +11,12 @@ import typer
 from steelyard.atomic_file import FileKind
 from steelyard.cli import options
 from steelyard.cli.grouping import joined_lines, matching
-from steelyard.cli.known import OBSERVERS, SCHEMES, completing, one_of
+from steelyard.cli.known import completing, one_of
 from steelyard.cli.rank_streams import is_first
 from steelyard.cli.recipe import ignored_by
 from steelyard.cli.terminal import Column, number, print_document, print_line, print_table
 from steelyard.errors import ReportError
+from steelyard.names import observer_names, scheme_names
 
 if TYPE_CHECKING:
     from steelyard.engine.weight_comparison import Comparison
@@ -30,7 +31,7 @@ def compare(
         typer.Option(
             "--observers",
             metavar="NAME,NAME",
-            autocompletion=completing(OBSERVERS),
+            autocompletion=completing(observer_names),
             help="Observers for weights.",
         ),
     ] = "memoryless_minmax,memoryless_mse,optimal",
@@ -39,7 +40,7 @@ def compare(
         typer.Option(
             "--schemes",
             metavar="NAME,NAME",
-            autocompletion=completing(SCHEMES),
+            autocompletion=completing(scheme_names),
             help="Schemes for weights.",
         ),
     ] = "W4A16,NVFP4A16",
@@ -78,8 +79,8 @@ def compare(
       steelyard compare path/to/model --schemes W4A16,NVFP4A16
       steelyard compare path/to/model --schemes FP8_DYNAMIC --filter self_attn --layers 2
     """
-    chosen = [one_of("observer", name, OBSERVERS) for name in _split(observers)]
-    stored = [one_of("scheme", name, SCHEMES) for name in _split(schemes)]
+    chosen = [one_of("observer", name, observer_names()) for name in _split(observers)]
+    stored = [one_of("scheme", name, scheme_names()) for name in _split(schemes)]
     if not chosen or not stored:
         raise typer.BadParameter("name at least one observer and one scheme")
     keep = matching(filter)

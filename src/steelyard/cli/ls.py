@@ -36,7 +36,7 @@ def ls(
         typer.Argument(
             metavar="observers|schemes|strategies",
             callback=_kind,
-            autocompletion=completing(KINDS),
+            autocompletion=completing(lambda: KINDS),
             help="What to list; everything by default.",
             show_default=False,
         ),

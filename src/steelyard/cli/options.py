@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from steelyard.cli.known import OBSERVERS, PIPELINES, SCHEMES, UNCALIBRATED, completing, one_of
-from steelyard.names import WEIGHT_OBSERVER
+from steelyard.cli.known import PIPELINES, UNCALIBRATED, completing, one_of
+from steelyard.names import WEIGHT_OBSERVER, observer_names, scheme_names
 
 __all__ = [
     "All",
@@ -61,11 +61,11 @@ def output_path(given: str) -> Path:
 
 
 def _scheme(value: str | None) -> str | None:
-    return None if value is None else one_of("scheme", value, SCHEMES)
+    return None if value is None else one_of("scheme", value, scheme_names())
 
 
 def _observer(value: str | None) -> str | None:
-    return None if value is None else one_of("observer", value, OBSERVERS)
+    return None if value is None else one_of("observer", value, observer_names())
 
 
 def _pipeline(value: str) -> str:
@@ -105,7 +105,7 @@ SchemeName = Annotated[
         "--scheme",
         metavar="NAME",
         callback=_scheme,
-        autocompletion=completing(SCHEMES),
+        autocompletion=completing(scheme_names),
         help="A preset such as W4A16; `steelyard ls schemes` lists them. Not with --recipe.",
         show_default=False,
     ),
@@ -125,7 +125,7 @@ ObserverName = Annotated[
         "--observer",
         metavar="NAME",
         callback=_observer,
-        autocompletion=completing(OBSERVERS),
+        autocompletion=completing(observer_names),
         help="Observer for weights; `steelyard ls observers` lists them.",
         show_default=WEIGHT_OBSERVER,
     ),
@@ -208,7 +208,7 @@ Pipeline = Annotated[
         "--pipeline",
         metavar="NAME",
         callback=_pipeline,
-        autocompletion=completing(PIPELINES),
+        autocompletion=completing(lambda: PIPELINES),
         help="sequential: layer by layer; basic: the whole model at once; datafree: from file to "
         "file; auto chooses.",
     ),
@@ -219,7 +219,7 @@ Uncalibrated = Annotated[
         "--uncalibrated",
         metavar="CHOICE",
         callback=_uncalibrated,
-        autocompletion=completing(UNCALIBRATED),
+        autocompletion=completing(lambda: UNCALIBRATED),
         help="For a module that no calibration token reached: error, or weights-only.",
     ),
 ]

@@ -1,5 +1,8 @@
 """Observers: from tensors to `scale`, `zero_point` and `global_scale`."""
 
+from importlib import import_module
+
+from steelyard.names import observer_modules
 from steelyard.observers.base import Observer, QParamsDict
 from steelyard.observers.expanded import NVFP4ExpandedIMatrixObserver, NVFP4ExpandedMSEObserver
 from steelyard.observers.helpers import (
@@ -34,3 +37,6 @@ __all__ = [
     "fuse_weight_observers",
     "get_observer_token_count",
 ]
+
+for _module in observer_modules():  # each registers its observers
+    import_module(_module)

@@ -71,6 +71,12 @@ class Observer(
     Options: ClassVar[type[ObserverOptions] | None] = None
     """The options this observer declares; None leaves `observer_kwargs` unchecked."""
 
+    suits: ClassVar[str] = "weights and activations"
+    """Values that it is meant for, as the documentation lists them."""
+
+    seconds_per_weight: ClassVar[float] = 2e-9
+    """Time to find the scales of one weight in one thread, for the plan's estimate."""
+
     min_vals: torch.Tensor
     max_vals: torch.Tensor
 

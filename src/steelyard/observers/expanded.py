@@ -41,11 +41,17 @@ class ExpandedIMatrixOptions(IMatrixOptions):
 class NVFP4ExpandedMSEObserver(MemorylessMSEObserver):
     """The best range of the last value observed, also above what was observed."""
 
+    suits = "weights in FP4"
+    seconds_per_weight = 30e-9
+
     Options = ExpandedOptions
 
 
 @Observer.register("nvfp4_expanded_imatrix")
 class NVFP4ExpandedIMatrixObserver(IMatrixMSEObserver):
     """The best range of the last weight observed, also above it, errors weighed by E[x^2]."""
+
+    suits = "weights in FP4"
+    seconds_per_weight = 30e-9
 
     Options = ExpandedIMatrixOptions

@@ -32,4 +32,7 @@ class IMatrixOptions(SearchOptions):
 class IMatrixMSEObserver(ImportanceObserver, MemorylessMSEObserver):
     """The best range of the last weight observed, errors weighed by E[x^2] of their column."""
 
+    suits = "weights"
+    seconds_per_weight = 8e-9
+
     Options = IMatrixOptions

@@ -18,6 +18,8 @@ __all__ = ["MemorylessMinMaxObserver", "MinMaxObserver", "StaticMinMaxObserver"]
 class MemorylessMinMaxObserver(Observer):
     """The range of the last value observed."""
 
+    suits = "weights"
+
     Options = ObserverOptions
 
     @reads_blocks
@@ -28,6 +30,8 @@ class MemorylessMinMaxObserver(Observer):
 @Observer.register("static_minmax")
 class StaticMinMaxObserver(MemorylessMinMaxObserver):
     """The range of all values observed."""
+
+    suits = "activations"
 
     _act_sync_dict: ClassVar = {"min_vals": dist.ReduceOp.MIN, "max_vals": dist.ReduceOp.MAX}
 
@@ -42,6 +46,8 @@ class StaticMinMaxObserver(MemorylessMinMaxObserver):
 @Observer.register("minmax")
 class MinMaxObserver(MovingAverageObserver):
     """A moving average of the ranges observed."""
+
+    suits = "activations"
 
     @reads_blocks
     def update_statistics_from_observed(self, observed: torch.Tensor) -> None:

@@ -103,6 +103,9 @@ class GridSearchObserver(SearchObserver):
 class MemorylessMSEObserver(GridSearchObserver, KeepsWeight):
     """The best range of the last value observed."""
 
+    suits = "weights"
+    seconds_per_weight = 12e-9
+
     def remember(self, observed: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> None:
         self.min_vals, self.max_vals = first, second
 
@@ -114,6 +117,9 @@ class MemorylessMSEObserver(GridSearchObserver, KeepsWeight):
 @Observer.register("mse")
 class MovingAverageMSEObserver(GridSearchObserver, MovingAverageObserver):
     """A moving average of the best ranges of the values observed."""
+
+    suits = "activations"
+    seconds_per_weight = 12e-9
 
     class Options(SearchOptions, MovingAverageOptions):
         """The search's options and the average's."""

@@ -34,6 +34,9 @@ class OptimalOptions(ObserverOptions):
 class OptimalObserver(ImportanceObserver, KeepsWeight):
     """The stored scale with the least squared error of all, weighed by E[x^2] where it is known."""
 
+    suits = "weights"
+    seconds_per_weight = 45e-9
+
     Options = OptimalOptions
     needs_importance: ClassVar[bool] = False
 

@@ -23,14 +23,14 @@ from steelyard.formats import TensorSpec, expected_tensors, format_of
 from steelyard.model.attention import attention_group, cached_attention
 from steelyard.model.matching import matching_ignore, matching_targets
 from steelyard.modifiers import Modifier
+from steelyard.names import WEIGHT_OBSERVER
+from steelyard.observers import Observer
 from steelyard.plan.problems import errors_of, warnings_of
 from steelyard.words import count, duration, size
 
 __all__ = ["Left", "Plan", "Planned", "make_plan", "search_time"]
 
-# For the estimate: seconds per weight and thread by observer, products per second and thread,
-# bytes per second of a disk.
-_SEARCH = {"memoryless_mse": 12e-9, "mse": 12e-9, "optimal": 45e-9, "imatrix_mse": 8e-9}
+# For the estimate: products per second and thread, bytes per second of a disk.
 _FLOPS, _DISK = 4e10, 5e8
 
 
@@ -249,8 +249,10 @@ def _attention_modules(model: Any, config: QuantizationConfig) -> list[str]:
 def search_time(planned: Planned) -> float:
     """Return about how many seconds of one thread it takes to find a module's scales."""
     weights = planned.scheme.weights
-    each = _SEARCH.get(weights.observer or "", 2e-9) if weights is not None else 0.0
-    return planned.shape[0] * planned.shape[1] * each
+    if weights is None:
+        return 0.0
+    observer = Observer.get_value_from_registry(weights.observer or WEIGHT_OBSERVER)
+    return planned.shape[0] * planned.shape[1] * observer.seconds_per_weight
 
 
 def _bytes(dtype: torch.dtype, shape: Any) -> int:
