@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import typer
+from pages import write_files
 
 from steelyard.cli.app import build, run
 
@@ -45,6 +46,8 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "path" / "to").mkdir(parents=True)
     for name in ("path/to/model", "qwen"):
         (tmp_path / name).symlink_to(model_folder())
+    for page in PAGES:
+        write_files(page, tmp_path)
     return tmp_path
 
 

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from pages import write_files
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -54,6 +55,8 @@ def test_every_recipe_in_the_pages_loads():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_page_runs(page, monkeypatch, workplace):
     monkeypatch.chdir(workplace)
+    monkeypatch.syspath_prepend(workplace)
+    write_files(page, workplace)
     text = page.read_text(encoding="utf-8")
     blocks = PYTHON_BLOCK.findall(text)
     assert blocks, f"{page.name} has no python block"

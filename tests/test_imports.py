@@ -29,7 +29,7 @@ LAYERS = (
     ("observers", "formats"),
     ("distributed",),
     ("kernels", "demo"),
-    ("fusion", "names", "errors", "registry", "atomic_file", "words", "aliases"),
+    ("fusion", "names", "errors", "registry", "atomic_file", "words", "aliases", "plugins"),
     ("file_lock",),
     ("foreign",),
 )

@@ -1,24 +1,45 @@
-"""`steelyard.oneshot`: the pipeline, which leaves a report beside every checkpoint."""
+"""`steelyard.oneshot`: quantize a model, and leave a report beside the checkpoint."""
 
 from __future__ import annotations
 
-import functools
-import inspect
+from pathlib import Path
 from typing import Any
 
-from steelyard.engine import oneshot as pipeline
+from steelyard.engine.oneshot import quantize
 from steelyard.engine.result import Result
+from steelyard.engine.run_options import Options
 from steelyard.report import write_report
 
 __all__ = ["oneshot"]
 
 
-@functools.wraps(pipeline.oneshot)
-def oneshot(*args: Any, **options: Any) -> Result:
-    return pipeline.oneshot(*args, leave=write_report, **options)
-
-
-_whole = inspect.signature(pipeline.oneshot)
-oneshot.__signature__ = _whole.replace(  # type: ignore[attr-defined]
-    parameters=[p for p in _whole.parameters.values() if p.name != "leave"]
-)
+def oneshot(
+    model: Any,
+    recipe: Any = None,
+    dataset: Any = None,
+    output_dir: str | Path | None = None,
+    *,
+    tokenizer: Any = None,
+    processor: Any = None,
+    num_calibration_samples: int = 512,
+    max_seq_length: int | None = 2048,
+    batch_size: int = 1,
+    text_column: str = "text",
+    splits: str | None = None,
+    shuffle_calibration_samples: bool = True,
+    seed: int = 0,
+    pipeline: str = "auto",
+    propagate_error: bool | None = None,
+    uncalibrated: str = "error",
+    save_statistics: str | Path | None = None,
+    statistics: str | Path | None = None,
+    overwrite: bool = False,
+    resume: bool = True,
+    dry_run: bool = False,
+    model_revision: str | None = None,
+    trust_remote_code_model: bool = False,
+    show_progress: bool | None = None,
+) -> Result:
+    """Quantize a model; `steelyard.engine.run_options.Options` says what each option means."""
+    given = locals()
+    return quantize(Options(**given), leave=write_report)

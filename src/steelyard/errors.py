@@ -27,6 +27,7 @@ __all__ = [
     "OutputError",
     "PipelineError",
     "PlanError",
+    "PluginError",
     "RanksError",
     "RecipeError",
     "ReportError",
@@ -90,6 +91,10 @@ class CalibrationWarning(UserWarning):
 
 class RecipeError(SteelyardError, ValueError):
     """An invalid recipe."""
+
+
+class PluginError(SteelyardError, ImportError):
+    """A user's own file that cannot be imported."""
 
 
 class PlanError(SteelyardError, ValueError):

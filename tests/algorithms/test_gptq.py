@@ -15,10 +15,12 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from steelyard import oneshot
+from steelyard.algorithms import Algorithm, Block, Needs, Seen, algorithm_of
 from steelyard.checkpoint import CheckpointWriter
 from steelyard.distributed import ThreadPool
 from steelyard.engine import passes
 from steelyard.engine.passes import Passes
+from steelyard.engine.work import Moment, Work
 from steelyard.errors import RecipeError
 from steelyard.kernels.gptq_rounding import solve
 from steelyard.modifiers import GPTQModifier, IMatrixGatherer, QuantizationModifier
@@ -160,11 +162,28 @@ def unpacked(words: torch.Tensor) -> torch.Tensor:
     return nibbles.flatten(1).to(torch.bfloat16) - 8
 
 
+class Watching(Algorithm):
+    """Adds what it sees to second moments, as GPTQ does."""
+
+    needs = Needs(inputs=True)  # type: ignore[assignment]
+
+    def __init__(self, hessians: Hessians) -> None:
+        super().__init__(None)
+        self.hessians = hessians
+
+    def see(self, state: Any, seen: Seen) -> None:
+        self.hessians.see(seen.modules, seen.value)
+        self.hessians.flush()
+
+
 def test_layers_that_share_an_input_share_its_moment(source: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     layer = model.model.layers[0]
     linear = {n: m for n, m in layer.named_modules() if isinstance(m, torch.nn.Linear)}
-    with Hessians(linear) as hessians, torch.no_grad():
+    hessians = Hessians(linear)
+    block = Block("", layer, linear)
+    work = Work([(Watching(hessians), block)])
+    with work.hooked(work.see_now(Moment)), torch.no_grad():
         for batch in correlated():
             model(batch)
     assert len({id(m) for m in hessians._moments.values()}) == 4
@@ -175,30 +194,23 @@ def test_layers_that_share_an_input_share_its_moment(source: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("hands", [1, 2, 3])
-def test_moments_are_those_in_float64(dtype: torch.dtype, hands: int) -> None:
-    """Summed in fp32 whatever the type, by hooks or shown; and the same on several threads."""
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_moments_are_those_in_float64(dtype: torch.dtype, workers: int) -> None:
+    """Summed in fp32 whatever the type, batch by batch or at once, on any number of threads."""
     linear = torch.nn.Linear(300, 1, bias=False, dtype=dtype)
     batches = [torch.randn(2, 33, 300).to(dtype) for _ in range(20)]
-    lanes = iter([*(i * 16 // 20 for i in range(20))] * 2)
     found = []
-    for shown in (True, False):
-        pool = ThreadPool(hands)
-        with pool, Hessians({"l": linear}, lane=lambda: next(lanes), pool=pool) as moments:
-            for x in batches:
-                if shown:
-                    moments.show(x)
-                else:
-                    linear(x)
-            moments.settle()
+    for count, at_once in ((workers, True), (workers, False), (1, True)):
+        with ThreadPool(count) as pool:
+            moments = Hessians({"l": linear}, pool=pool)
+            for i, x in enumerate(batches):
+                moments.see(["l"], x, lane=i * 16 // 20)
+                if not at_once:
+                    moments.flush()
+            moments.flush()
         found.append(moments.hessian("l"))
         assert moments.tokens("l") == 20 * 66
-    alone = Hessians({"l": linear}, lane=lambda: next(lanes))
-    lanes = iter(i * 16 // 20 for i in range(20))
-    for x in batches:
-        alone.show(x)
-    alone.settle()
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], alone.hessian("l"))
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
     tokens = torch.cat(batches).reshape(-1, 300).double()
     norms = tokens.square().sum(0).sqrt()
     got = found[0].double() / norms / norms.unsqueeze(1)
@@ -207,8 +219,9 @@ def test_moments_are_those_in_float64(dtype: torch.dtype, hands: int) -> None:
 
 def test_half_precision_is_summed_in_fp32() -> None:
     linear = torch.nn.Linear(2, 1, bias=False, dtype=torch.bfloat16)
-    with Hessians({"l": linear}) as moments:
-        linear(torch.full((70_000, 2), 1.0, dtype=torch.bfloat16))  # bf16 would stop at 256
+    moments = Hessians({"l": linear})
+    moments.see(["l"], torch.full((70_000, 2), 1.0, dtype=torch.bfloat16))  # bf16 stops at 256
+    moments.flush()
     assert torch.equal(moments.hessian("l"), torch.full((2, 2), 70_000.0))
 
 
@@ -313,7 +326,7 @@ def test_recipe_of_the_seed(source: Path, tmp_path: Path) -> None:
 def test_defaults() -> None:
     modifier = GPTQModifier(scheme="W4A16")
     assert (modifier.block_size, modifier.dampening_frac) == (128, 0.01)
-    assert modifier.propagates_error
+    assert algorithm_of(modifier).needs.propagate
     args = modifier.config.config_groups["group_0"].weights
     assert (args.observer, args.actorder) == ("optimal", "static")
     chosen = GPTQModifier(scheme="W4A16", weight_observer="memoryless_mse")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 from commands import Command
 from compressed_tensors.quantization import QuantizationStrategy, preset_name_to_scheme
@@ -13,9 +11,10 @@ from steelyard import names
 from steelyard.cli import known
 from steelyard.cli.known import one_of
 from steelyard.cli.recipe import recipe_from
-from steelyard.engine import oneshot as module
+from steelyard.engine import run_options
 from steelyard.modifiers import QuantizationModifier
 from steelyard.observers import Observer, StaticMinMaxObserver
+from steelyard.recipes import load_recipe
 
 
 def test_names_are_those_of_the_registries() -> None:
@@ -23,9 +22,8 @@ def test_names_are_those_of_the_registries() -> None:
     assert {n for group in names.observer_modules().values() for n in group} == ours
     assert set(names._presets_in_source()) == {*PRESET_SCHEMES}
     assert names.scheme_names() == sorted({*PRESET_SCHEMES} - {"UNQUANTIZED"})
-    here = sys.modules[module.__module__] if callable(module) else module
-    assert known.PIPELINES == here.PIPELINES
-    assert known.UNCALIBRATED == here.UNCALIBRATED
+    assert known.PIPELINES == run_options.PIPELINES
+    assert known.UNCALIBRATED == run_options.UNCALIBRATED
 
 
 def _is_ours(name: str) -> bool:
@@ -59,7 +57,7 @@ def test_lists(steelyard: Command) -> None:
     assert set(found["schemes"]) == {*PRESET_SCHEMES} - {"UNQUANTIZED"}
     assert set(found["strategies"]) == {s.value for s in QuantizationStrategy}
     for name, facts in found["schemes"].items():
-        needs = QuantizationModifier(scheme=name).needs_data
+        needs = load_recipe(QuantizationModifier(scheme=name)).needs_data
         assert facts["needs_data"] is needs, name
     schemes = found["schemes"]
     assert schemes["W4A16_ASYM"]["weights"] == "int4 asymmetric group 128"

@@ -16,7 +16,7 @@ from commands import Command
 
 from steelyard.cli.app import build
 from steelyard.cli.mistakes import ARGUMENTS, WORDS, explain, in_options
-from steelyard.engine.oneshot import oneshot as run_oneshot
+from steelyard.entry import oneshot as run_oneshot
 from steelyard.errors import SteelyardError
 from steelyard.evaluate import evaluate
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 import steelyard
-from steelyard.algorithms.module_result import ModuleResult
+from steelyard.algorithms import ModuleResult
 from steelyard.checkpoint.header import DTYPE_NAMES
 from steelyard.distributed.packing import pack, unpack
 from steelyard.errors import RanksError

@@ -22,7 +22,7 @@ from world import start
 from steelyard.checkpoint import CheckpointWriter
 from steelyard.distributed import Ranks, liveness
 from steelyard.engine import stream as streaming
-from steelyard.engine.oneshot import oneshot
+from steelyard.entry import oneshot
 from steelyard.errors import DataError, RanksError
 
 WORLDS = (2, 3, 4)

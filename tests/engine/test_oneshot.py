@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from steelyard import oneshot
 from steelyard.errors import CalibrationError, CheckpointError, DataError, PlanError
 from steelyard.modifiers import IMatrixGatherer, QuantizationModifier
+from steelyard.recipes import load_recipe
 
 FP8 = torch.float8_e4m3fn
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -86,7 +87,7 @@ def test_loaded_checkpoint_equals_the_fake_quantized_model(
     scheme: str, folder: Path, tmp_path: Path
 ) -> None:
     modifier = QuantizationModifier(ignore=["lm_head"], **SCHEMES[scheme])
-    data = token_batches() if modifier.needs_data else None
+    data = token_batches() if load_recipe(modifier).needs_data else None
     oneshot(folder, modifier, data, tmp_path / "from_folder")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     plain = logits(model)

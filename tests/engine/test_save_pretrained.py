@@ -19,6 +19,7 @@ from steelyard import oneshot
 from steelyard.errors import CheckpointError, PlanError
 from steelyard.formats import format_of
 from steelyard.modifiers import GPTQModifier, QuantizationModifier
+from steelyard.recipes import load_recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -29,7 +30,7 @@ STATES = {"num_bits": 8, "type": "float", "strategy": "tensor", "observer": "sta
 def quantized(modifier: Any = None, **options: Any) -> Any:
     model = small_model("llama", **SIZES)
     modifier = modifier or QuantizationModifier(ignore=["lm_head"], **options)
-    oneshot(model, modifier, token_batches() if modifier.needs_data else None)
+    oneshot(model, modifier, token_batches() if load_recipe(modifier).needs_data else None)
     return model
 
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from steelyard import oneshot
 from steelyard.distributed import ThreadPool
 from steelyard.engine import passes
-from steelyard.engine.passes import Passes
+from steelyard.engine.passes import Flow, Part, Passes
 from steelyard.engine.run import Run
 from steelyard.engine.stages import (
     Staged,
@@ -436,9 +436,9 @@ def test_families(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     taken: list[int] = []
     in_stages = Passes._in_stages
 
-    def noting(self: Passes, layer: Module, name: str, stages: Any, onward: Any) -> Any:
+    def noting(self: Passes, part: Part, flow: Flow, stages: Any) -> Any:
         taken.append(len(stages))
-        return in_stages(self, layer, name, stages, onward)
+        return in_stages(self, part, flow, stages)
 
     monkeypatch.setattr(Passes, "_in_stages", noting)
     small_model(family).save_pretrained(tmp_path / "m")

@@ -16,7 +16,7 @@ from families import small_model
 from safetensors.torch import save_file
 
 from steelyard.checkpoint import CheckpointView
-from steelyard.engine.oneshot import oneshot
+from steelyard.entry import oneshot
 from steelyard.errors import PlanError
 from steelyard.model.file_modules import FilesModel
 from steelyard.modifiers import IMatrixGatherer, Modifier, QuantizationModifier

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 from dataclasses import replace
@@ -16,10 +15,8 @@ from families import read, small_model, token_batches
 from interruption import Stop, lasting, stop_at_mark
 from reports import HOSTILE, hostile, layered
 
-import steelyard
 from steelyard import oneshot
 from steelyard.checkpoint import CheckpointWriter
-from steelyard.engine import oneshot as pipeline
 from steelyard.errors import ReportError
 from steelyard.modifiers import QuantizationModifier
 from steelyard.report import (
@@ -190,13 +187,6 @@ def test_module_in_memory_leaves_a_report_when_it_is_saved(tmp_path: Path) -> No
     assert report.summary is not None and report.summary.model == "LlamaForCausalLM"
     assert len(report.modules) == 21
     assert all(m.weight is not None for m in report.modules)
-
-
-def test_public_oneshot_has_the_signature_of_the_pipelines() -> None:
-    inner = inspect.signature(pipeline.oneshot).parameters
-    outer = inspect.signature(steelyard.oneshot).parameters
-    assert [*outer, "leave"] == list(inner)
-    assert all(outer[name] == inner[name] for name in outer)
 
 
 # -- as a value ---------------------------------------------------------------------------------

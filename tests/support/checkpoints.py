@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from steelyard import oneshot
 from steelyard.modifiers import QuantizationModifier
+from steelyard.recipes import load_recipe
 
 
 def weights(**args: Any) -> dict[str, Any]:
@@ -31,7 +32,7 @@ def samples(seed: int = 1, length: int = 24) -> list[list[int]]:
 
 def quantize(source: Path, output: Path, **options: Any) -> Path:
     modifier = QuantizationModifier(ignore=["lm_head", "re:.*mlp.gate$"], **options)
-    oneshot(source, modifier, samples(seed=0) if modifier.needs_data else None, output)
+    oneshot(source, modifier, samples(seed=0) if load_recipe(modifier).needs_data else None, output)
     return output
 
 

@@ -1,1 +1,32 @@
-"""What modifiers do in a run, one file each."""
+"""What modifiers do in a run, one file each; the engine knows none of them by name."""
+
+from steelyard.algorithms.algorithm import (
+    Algorithm,
+    ModuleResult,
+    Needs,
+    Seen,
+    algorithm_of,
+    needs_data,
+)
+from steelyard.algorithms.block import Block
+from steelyard.algorithms.gptq import GPTQ
+from steelyard.algorithms.importance import GatherImportance
+from steelyard.algorithms.nearest import Nearest
+from steelyard.algorithms.statistics import ExactSum, Largest, Smallest, Statistic
+
+__all__ = [
+    "GPTQ",
+    "Algorithm",
+    "Block",
+    "ExactSum",
+    "GatherImportance",
+    "Largest",
+    "ModuleResult",
+    "Nearest",
+    "Needs",
+    "Seen",
+    "Smallest",
+    "Statistic",
+    "algorithm_of",
+    "needs_data",
+]

@@ -1,92 +1,72 @@
-"""The importance of a run: what files hold, what is gathered on the way, what is kept of it."""
+"""Importance, E[x^2] of every input channel: from files, or gathered by the observers that use it.
+
+Observers that weigh columns gather for themselves, in the pass that runs anyway. This algorithm
+says which of them do, adds what files hold, and saves the sums.
+"""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
+import torch
+
+from steelyard.algorithms.algorithm import Algorithm, Needs
+from steelyard.algorithms.block import Block
 from steelyard.errors import ImportanceError
 from steelyard.model.source import Source
-from steelyard.modifiers.importance import gatherers_in
-from steelyard.observers.calibration import Calibration
+from steelyard.modifiers import IMatrixGatherer
 from steelyard.observers.importance_base import ImportanceObserver
 from steelyard.observers.importance_file import (
-    Importance,
+    IMPORTANCE,
     load_importance,
     merge_importance,
     save_importance,
 )
 from steelyard.plan.plan import Plan
-from steelyard.recipes import Recipe
 from steelyard.words import count
 
-__all__ = ["RunImportance"]
+__all__ = ["GatherImportance"]
+
+Sums = dict[str, tuple[torch.Tensor, int]]
 
 
-class RunImportance:
-    """What the recipe's gatherers ask for.
+@Algorithm.register("importance")
+class GatherImportance(Algorithm):
+    """Lets the observers of its targets weigh columns.
 
-    loaded:   from their files, of the modules that are to be quantized
-    gathered: in this run, or the one that it continues
+    loaded:   sums of squares and tokens from files, for modules that will be quantized
+    gathered: those of this run, or of the run that it resumes
     """
 
-    def __init__(self, recipe: Recipe) -> None:
-        self.gatherers = gatherers_in(recipe.modifiers)
-        self.files = [file for gatherer in self.gatherers for file in gatherer.load_from]
-        self.loaded: Importance = {}
-        self.gathered: Importance = {}
+    transforms = False  # `transform` changes observers, not tensors
+    streams = True
+    mergeable = True
+    modifier: IMatrixGatherer
 
-    # -- files --------------------------------------------------------------------------------
+    def __init__(self, modifier: IMatrixGatherer) -> None:
+        super().__init__(modifier)
+        self.loaded: Sums = {}
+        self.gathered: Sums = {}
 
-    def load(self, source: Source, plan: Plan, notes: list[str]) -> None:
-        """Read the files; refuse those of another model, and note what they lack."""
-        if not self.files:
-            return
-        names = [planned.name for planned in plan.quantized]
-        kind = str(source.config().get("model_type", "llama"))
-        self.loaded = merge_importance(*(load_importance(f, names, kind) for f in self.files))
-        for planned in plan.quantized:
-            squares, _ = self.loaded.get(planned.name, (None, 0))
-            if squares is not None and squares.shape != (planned.shape[1],):
-                raise ImportanceError(
-                    f"{', '.join(self.files)} has {len(squares)} input channels for "
-                    f"{planned.name}, which has {planned.shape[1]}; it is not of this model"
-                )
-        absent = [name for name in names if name not in self.loaded]
-        if len(absent) == len(names):
-            raise ImportanceError(f"{', '.join(self.files)} has importance for none of the modules")
-        if absent:
-            notes.append(
-                f"the importance files hold nothing for {count(len(absent), 'module')}, such as "
-                f"{absent[0]}"
-            )
+    @property
+    def needs(self) -> Needs:
+        return Needs(importance=not self.modifier.load_from)
 
-    def digests(self) -> dict[str, str]:
-        """Return what tells whether a file is still the same."""
-        return {file: hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in self.files}
+    @property
+    def gives_importance(self) -> bool:
+        return bool(self.modifier.load_from)
 
-    def save(self) -> None:
-        """Write what was gathered to where the gatherers want it."""
-        for gatherer in self.gatherers:
-            if gatherer.save_to is not None:
-                save_importance(self.gathered, gatherer.save_to)
+    # -- one block ----------------------------------------------------------------------------
 
-    # -- one part of the model ----------------------------------------------------------------
+    def begin(self, block: Block) -> None:
+        block.calibration.weigh(block.modules)
 
-    def only_where_asked(self, calibration: Calibration) -> None:
-        """Where there is an IMatrixGatherer, its targets say which modules gather importance."""
-        if not self.gatherers:
-            return
-        for name, _, observer in calibration.observers():
-            module = calibration.modules[name]
-            asked = any(gatherer.covers(name, module) for gatherer in self.gatherers)
-            if isinstance(observer, ImportanceObserver) and not asked:
-                observer.detach(module)
-                observer.reset()
-
-    def exchange(self, calibration: Calibration) -> None:
+    def transform(self, block: Block, state: None) -> None:
         """Keep what was gathered, and add what files hold."""
-        for name, _, observer in calibration.observers():
+        for name, _, observer in block.calibration.observers():
             if not isinstance(observer, ImportanceObserver):
                 continue
             if observer.gathered is not None:
@@ -94,13 +74,58 @@ class RunImportance:
             if name in self.loaded:
                 observer.add_importance(*self.loaded[name])
 
-    # -- stopping and going on ----------------------------------------------------------------
+    # -- files --------------------------------------------------------------------------------
+
+    def prepare(self, source: Source, plan: Plan, notes: list[str]) -> None:
+        """Read the files; refuse those of another model, and note what they lack."""
+        files = self.modifier.load_from
+        if not files:
+            return
+        names = [planned.name for planned in plan.quantized]
+        kind = str(source.config().get("model_type", "llama"))
+        self.loaded = merge_importance(*(load_importance(file, names, kind) for file in files))
+        for planned in plan.quantized:
+            squares, _ = self.loaded.get(planned.name, (None, 0))
+            if squares is not None and squares.shape != (planned.shape[1],):
+                raise ImportanceError(
+                    f"{', '.join(files)} has {len(squares)} input channels for {planned.name}, "
+                    f"which has {planned.shape[1]}; it is not of this model"
+                )
+        absent = [name for name in names if name not in self.loaded]
+        if len(absent) == len(names):
+            raise ImportanceError(f"{', '.join(files)} has importance for none of the modules")
+        if absent:
+            notes.append(
+                f"the importance files hold nothing for {count(len(absent), 'module')}, such as "
+                f"{absent[0]}"
+            )
+
+    def importance(self, name: str) -> tuple[torch.Tensor, int] | None:
+        return self.loaded.get(name)
+
+    def digests(self) -> dict[str, str]:
+        files = self.modifier.load_from
+        return {file: hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files}
+
+    def files(self) -> list[tuple[Any, str]]:
+        return [] if self.modifier.save_to is None else [(IMPORTANCE, self.modifier.save_to)]
+
+    def save(self) -> None:
+        if self.modifier.save_to is not None:
+            save_importance(self.gathered, self.modifier.save_to)
 
     def keep(self, path: Path) -> bool:
-        """Write what was gathered so far, if anything was; return whether there is a file."""
         if self.gathered:
             save_importance(self.gathered, path)
         return bool(self.gathered)
 
     def resume(self, path: Path) -> None:
-        self.gathered = load_importance(path)
+        self.gathered.update(load_importance(path))
+
+    # -- ranks --------------------------------------------------------------------------------
+
+    def found(self, names: Collection[str]) -> Sums:
+        return {name: sums for name, sums in self.gathered.items() if name in names}
+
+    def receive(self, found: Sums) -> None:
+        self.gathered.update(found)

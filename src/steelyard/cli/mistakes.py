@@ -37,7 +37,13 @@ FAILED, USAGE, INTERRUPTED = 1, 2, 130
 _LINE_END = "\n"
 
 _INVALID = re.compile(r"Invalid value(?: for '?(.+?)'?)?: (.*)", re.DOTALL)
-_USAGE = (errors.RecipeError, errors.PlanError, errors.OptionError, errors.UnknownNameError)
+_USAGE = (
+    errors.RecipeError,
+    errors.PlanError,
+    errors.PluginError,
+    errors.OptionError,
+    errors.UnknownNameError,
+)
 _EXPECTED = (ValueError, RuntimeError)  # from libraries; KeyError and the like are our defects
 
 WORDS = {

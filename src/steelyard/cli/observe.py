@@ -42,6 +42,7 @@ def observe(
     scheme: options.SchemeName = None,
     observer: options.ObserverName = None,
     recipe: options.RecipeFile = None,
+    plugins: options.Plugins = None,
     ignore: options.Ignore = None,
     targets: options.Targets = None,
     samples: options.Samples = 512,
@@ -65,7 +66,7 @@ def observe(
       steelyard observe path/to/model --data calibration.txt --scheme FP8 -o statistics.safetensors
     """
     made = recipe_from(scheme, recipe, observer, ignore, targets)
-    from steelyard.engine.oneshot import oneshot
+    from steelyard.entry import oneshot
 
     join()
     result = oneshot(

@@ -23,6 +23,7 @@ __all__ = [
     "Model",
     "ObserverName",
     "Pipeline",
+    "Plugins",
     "RecipeFile",
     "Samples",
     "SchemeName",
@@ -68,6 +69,14 @@ def _observer(value: str | None) -> str | None:
     return None if value is None else one_of("observer", value, observer_names())
 
 
+def _plugins(names: list[str] | None) -> list[str]:
+    from steelyard.plugins import load_plugin
+
+    for name in names or ():
+        load_plugin(name)
+    return list(names or ())
+
+
 def _pipeline(value: str) -> str:
     return one_of("pipeline", value, PIPELINES)
 
@@ -107,6 +116,17 @@ SchemeName = Annotated[
         callback=_scheme,
         autocompletion=completing(scheme_names),
         help="A preset such as W4A16; `steelyard ls schemes` lists them. Not with --recipe.",
+        show_default=False,
+    ),
+]
+Plugins = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--plugin",
+        metavar="FILE",
+        callback=_plugins,
+        is_eager=True,
+        help="A .py file or module of your own observers, modifiers and algorithms; may repeat.",
         show_default=False,
     ),
 ]

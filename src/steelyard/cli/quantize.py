@@ -43,6 +43,7 @@ def quantize(
     scheme: options.SchemeName = None,
     observer: options.ObserverName = None,
     recipe: options.RecipeFile = None,
+    plugins: options.Plugins = None,
     data: options.Data = None,
     ignore: options.Ignore = None,
     targets: options.Targets = None,

@@ -61,11 +61,12 @@ def recipe_from(
         options["group_size"] = group_size
     from steelyard.errors import RecipeError
     from steelyard.modifiers.check import check_options
+    from steelyard.recipes import load_recipe
 
     made = check_options(GPTQModifier if gptq else QuantizationModifier, options, ())
     if isinstance(made, list):  # without class names, which the user did not type
         raise RecipeError("; ".join(text for _, text in made))
-    if weigh and not made.needs_data and _weighs(options["weight_observer"]):
+    if weigh and not load_recipe(made).needs_data and _weighs(options["weight_observer"]):
         return [IMatrixGatherer(ignore=options["ignore"]), made]
     return made
 

@@ -150,9 +150,9 @@ def _recipe(written: WrittenCheckpoint) -> tuple[bool, bool]:
     path = Path(written.shards.folder) / "recipe.yaml"
     if path.is_file():
         with contextlib.suppress(SteelyardError):  # another program's recipe, with other options
-            modifiers = load_recipe(path).modifiers
-            nearest = all(modifier.rounds_to_nearest for modifier in modifiers)
-            made = [modifier.quantization_config() for modifier in modifiers]
+            recipe = load_recipe(path)
+            nearest = all(algorithm.rounds_to_nearest for algorithm in recipe.algorithms())
+            made = [modifier.quantization_config() for modifier in recipe.modifiers]
             configs += [config for config in made if config is not None]
     groups = [group for config in configs for group in config.config_groups.values()]
     kwargs = [g.weights.observer_kwargs or {} for g in groups if g.weights is not None]

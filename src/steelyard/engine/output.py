@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -103,10 +103,12 @@ class Output:
         prefix: str,
         without: Module | None,
         owners: Mapping[str, int] | None = None,
+        changed: Collection[str] = (),
     ) -> None:
         """Write the quantized modules of `root`, and its other tensors if they lie in memory.
 
-        owners: which rank packs a module; the first rank writes them all
+        owners:  which rank packs a module; the first rank writes them all
+        changed: tensors that a transform changed, by their names in the model
         """
         if self.writer is None:
             return
@@ -131,10 +133,12 @@ class Output:
                 continue
             parameters = {n: p.data for n, p in module._parameters.items() if p is not None}
             if getattr(module, "quantization_scheme", None) is not None:
-                parameters = self._add_quantized(path, module, parameters, packed.pop(path, None))
+                own = packed.pop(path, None)
+                parameters = self._add_quantized(path, module, parameters, own, changed)
             parameters.update(own_buffers(module))
             for leaf, value in parameters.items():
-                self._add(f"{path}.{leaf}".strip("."), value)
+                name = f"{path}.{leaf}".strip(".")
+                self._add(name, value, name in changed)
             self._release(module)
         self.errors.update(ranks.broadcast({p: e for p, e in self.errors.items() if p in modules}))
 
@@ -144,6 +148,7 @@ class Output:
         module: Module,
         parameters: dict[str, torch.Tensor],
         packed: Packed | None,
+        changed: Collection[str],
     ) -> dict[str, torch.Tensor]:
         """Write what quantization made of a module; return what is left of its parameters."""
         scheme: Any = module.quantization_scheme
@@ -166,22 +171,40 @@ class Output:
                 f"{path}.weight has no name in {self.source.shards.folder}; add {path} to ignore"
             )
         self.done.add(key)
+        if f"{path}.weight" in changed and self.source.shards is not None:
+            self.writer.claim([key])
         for leaf, value in stored.items():
             self.writer.add(self.source.key(f"{path}.{leaf}"), value)
         return bias
 
-    def _add(self, name: str, value: torch.Tensor) -> None:
+    def _add(self, name: str, value: torch.Tensor, changed: bool) -> None:
         """Write an unquantized tensor that is in memory; those of a file are copied at the end."""
-        if self.source.shards is not None:
+        if self.source.shards is not None and not changed:
             return
         tied = getattr(self.source.model, "all_tied_weights_keys", None) or {}
         if name in tied or name in self.done:
             return
         self.done.add(name)
         assert self.writer is not None
-        # what the class joined on loading, such as experts, is saved as it was
-        for original, tensor in parts_of(self.source.model, name, value).items():
+        # what the class joined on loading, such as experts, is saved in its parts
+        known = self.source.shards is not None and name in self.source.keys
+        parts = {} if known else parts_of(self.source.model, name, value)
+        for original, tensor in (parts or {self.source.key(name): value}).items():
+            if changed and self.source.shards is not None:
+                self._claim(original)
             self._add_plain(original, tensor)
+
+    def _claim(self, key: str) -> None:
+        """Record that a tensor of the source was changed."""
+        shards, writer = self.source.shards, self.writer
+        assert shards is not None and writer is not None
+        if key not in shards:
+            raise PipelineError(
+                f"a modifier changed {key}, which {shards.folder} does not hold under that name; "
+                "take it out of its targets"
+            )
+        self.done.add(key)
+        writer.claim([key])
 
     def _add_plain(self, name: str, tensor: torch.Tensor) -> None:
         assert self.writer is not None

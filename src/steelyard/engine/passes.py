@@ -1,227 +1,323 @@
-"""How data passes through a part of a model: in stages, or in one or two passes with hooks."""
+"""Runs calibration batches through a block, and has it transformed and solved.
+
+Several threads run through one and the same module. That is safe as long as calling it changes
+nothing in it: its quantization is off, or its weight is rounded already (`rounded_once`).
+"""
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import contextvars
 import functools
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 from torch.nn import Module
 
-from steelyard.algorithms.gptq import Gathering
-from steelyard.algorithms.module_result import ModuleResult
+from steelyard.algorithms import Block, ModuleResult, Seen
 from steelyard.distributed import ThreadPool
-from steelyard.engine.decisions import Decisions
+from steelyard.engine.solving import Solver
 from steelyard.engine.stages import BESIDE, Staged, at_once, find_stages, holding_budget
+from steelyard.engine.work import Moment, Work
 from steelyard.fusion import fused_groups
 from steelyard.model.early_stop import StopAfter
 from steelyard.model.source import computing_in, rounded_once
 from steelyard.observers.calibration import Calibration
 from steelyard.observers.lifecycle import with_schemes
 
-__all__ = ["Onward", "Passes"]
+__all__ = ["NO_DATA", "Flow", "Part", "Passes"]
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Onward:
-    """How the batches come from one quantized layer to the next.
+class Flow:
+    """The batches of a block.
 
-    forwards: what each batch makes of the layer
-    take:     takes what came out, batch after batch
+    forwards: run each batch through the block, and return what comes out
+    take:     takes what comes out for the next block, batch after batch; None where nothing does
     tokens:   of each batch
     """
 
-    forwards: Sequence[Callable[[], torch.Tensor]]
-    take: Callable[[Iterable[torch.Tensor]], None]
-    tokens: Sequence[int]
+    forwards: Sequence[Callable[[], Any]] = ()
+    take: Callable[[Iterable[torch.Tensor]], None] | None = None
+    tokens: Sequence[int] = ()
+
+
+NO_DATA = Flow()
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the model that is calibrated at once: a layer, or all that is outside of them.
+
+    without:   a module within `root` that is left out
+    originals: hidden states of the unquantized model, into the part and out of it, by batch
+    changed:   names of the tensors that transforms have changed
+    """
+
+    name: str
+    root: Module
+    without: Module | None = None
+    originals: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    changed: set[str] = field(default_factory=set)
 
 
 class Passes:
-    """Lets data pass, and has the modules decided on that it has passed.
+    """The ways of batches through a block: beside each other in stages, or with hooks.
 
-    Several threads run through one and the same module. That is safe as long as calling it changes
-    nothing in it: its quantization is off, or its weight is rounded already (`rounded_once`).
-
-    propagate: show each layer what the quantized layers before it give
+    propagate: give each block the output of the quantized blocks before it
     dtype:     the type to compute in; None for that of the model
-    lanes:     of this rank's batches; see `kernels.partial_sums`
+    places:    of this rank's batches: number in the run, and partial sum (`kernels.partial_sums`)
     """
 
     def __init__(
-        self, decisions: Decisions, pool: ThreadPool, propagate: bool, dtype: torch.dtype | None
+        self, solver: Solver, pool: ThreadPool, propagate: bool, dtype: torch.dtype | None
     ) -> None:
-        self.decisions = decisions
+        self.solver = solver
         self.pool = pool
         self.propagate = propagate
         self.dtype = dtype
-        self.lanes: list[int] = []
-        self._lane = 0  # of the batch that flows
+        self.places: list[tuple[int, int]] = []
+        self._moment = Moment()  # of the batch that runs
 
-    def in_lanes(self, values: Sequence[T]) -> Iterator[T]:
-        """Yield what there is of each of this rank's batches, and note the lane that it is in."""
-        for lane, value in zip(self.lanes, values, strict=True):
-            self._lane = lane
+    def through(self, part: Part, flow: Flow) -> dict[str, ModuleResult]:
+        """Transform and solve a part of the model while its batches run through it."""
+        for algorithm in self.solver.transforms:
+            self._transform(algorithm, part, flow)
+        stages = self._stages(part, flow) if flow.take is not None else None
+        if stages is None or not self.solver.needs("staged"):
+            return self._in_passes(part, flow, stages)
+        return self._in_stages(part, flow, stages)
+
+    def _moments(self, values: Sequence[T], turn: int = 0) -> Iterator[T]:
+        """Yield a value of each of this rank's batches while the batch is the one that runs."""
+        for (batch, lane), value in zip(self.places, values, strict=True):
+            self._moment = Moment(batch, lane, turn)
             yield value
 
-    def through(
-        self,
-        module: Module,
-        name: str,
-        without: Module | None,
-        run: Callable[[], None],
-        onward: Onward | None,
-    ) -> dict[str, ModuleResult]:
-        """Return what is found for the modules of `module` while data passes through it.
+    def _block(
+        self, part: Part, calibration: Calibration | None, flow: Flow, changed: set[str]
+    ) -> Block:
+        return self.solver.block(
+            part.name,
+            part.root,
+            part.without,
+            calibration,
+            forwards=[functools.partial(self._run, part.root, run) for run in flow.forwards],
+            originals=part.originals,
+            changed=changed,
+        )
 
-        run:    passes all data through the module, as it is before
-        onward: the batches, where the module is a layer
-        """
-        stages = self._stages(module, name, onward) if onward is not None else None
-        if onward is None or stages is None or self.decisions.gptq is None:
-            return self._in_passes(module, name, without, run, onward, stages)
-        return self._in_stages(module, name, stages, onward)
+    def _run(self, root: Module, forward: Callable[[], Any]) -> Any:
+        with computing_in(root, self.dtype):
+            return forward()
 
-    def _begin(self, calibration: Calibration) -> Gathering | None:
-        return self.decisions.begin(calibration, lambda: self._lane)
+    # -- transforms ---------------------------------------------------------------------------
+
+    def _transform(self, algorithm: Any, part: Part, flow: Flow) -> None:
+        """Show an algorithm the block as it is now, and let it change tensors."""
+        block = self._block(part, None, flow, part.changed)
+        work = self.solver.begin_transform(algorithm, block)
+        if work is None:
+            return
+        with computing_in(part.root, self.dtype):
+            for turn in range(work.passes if algorithm.needs.sees else 0):
+                self._observe(work, flow.forwards, turn)
+        work.join()
+        with torch.set_grad_enabled(algorithm.needs.gradients):
+            work.transform()
+
+    def _observe(self, work: Work, forwards: Sequence[Callable[[], Any]], turn: int) -> None:
+        """Run all batches on the threads of the pool; show what they noted in their order."""
+        noted: contextvars.ContextVar[list[tuple[int, Seen]]] = contextvars.ContextVar("noted")
+        moments = [Moment(batch, lane, turn) for batch, lane in self.places]
+
+        def record(index: int) -> list[tuple[int, Seen]]:
+            noted.set([])
+            current.set(moments[index])
+            forwards[index]()
+            return noted.get()
+
+        current: contextvars.ContextVar[Moment] = contextvars.ContextVar("current")
+
+        def note(number: int, place: str, name: str, value: Any) -> None:
+            now = current.get()
+            seen = Seen(place, (name,), value, now.batch, now.lane, now.turn)
+            noted.get().append((number, seen))
+
+        with work.hooked(note):
+            for start in range(0, len(forwards), self.pool.count):
+                some = range(start, min(start + self.pool.count, len(forwards)))
+                for seen in self.pool.do((i, functools.partial(record, i)) for i in some):
+                    work.take(seen)
+                    self.solver.ranks.look()
+
+    # -- in passes ----------------------------------------------------------------------------
 
     def _in_passes(
-        self,
-        module: Module,
-        name: str,
-        without: Module | None,
-        run: Callable[[], None],
-        onward: Onward | None,
-        stages: list[list[str]] | None,
+        self, part: Part, flow: Flow, stages: list[list[str]] | None
     ) -> dict[str, ModuleResult]:
-        """Decide on all modules after one pass; another shows the next layer what comes of it."""
-        again = onward if self.propagate else None
+        """Solve all modules after one pass; another gives the next block what comes of it."""
+        again = flow if self.propagate and flow.take is not None else None
         every = [each for stage in stages for each in stage] if stages else None
-        with Calibration(module, name, without, every) as calibration:
-            gptq = self._begin(calibration)
-            with computing_in(module, self.dtype), contextlib.ExitStack() as looking:
-                if stages is not None and onward is not None:
-                    self._beside(calibration, stages, onward)
+        solved: set[str] = set()
+        with Calibration(part.root, part.name, part.without, every) as calibration:
+            block = self._block(part, calibration, flow, solved)
+            work = self.solver.begin(block)
+            with computing_in(part.root, self.dtype), contextlib.ExitStack() as looking:
+                if stages is not None:
+                    self._beside(calibration, work, stages, flow)
                 else:
-                    if gptq is not None:
-                        looking.enter_context(gptq)
-                    if again is not None:
-                        looking.enter_context(self._until_seen(module, calibration))
-                    run()
-            found = self.decisions.decide(calibration, gptq)
-        if again is not None:
+                    looking.enter_context(work.hooked(work.see_now(lambda: self._moment)))
+                    if again is not None and not self.solver.needs("outputs"):
+                        looking.enter_context(self._until_seen(part.root, calibration))
+                    for turn in range(work.passes):
+                        outputs = (run() for run in self._moments(flow.forwards, turn))
+                        if flow.take is None or self.propagate or turn < work.passes - 1:
+                            collections.deque(outputs, maxlen=0)
+                        else:
+                            flow.take(outputs)
+            found = self.solver.solve(block, work)
+        part.changed.update(name for name in solved if not _is_solved(name, calibration))
+        if again is not None and again.take is not None:
             pool = self.pool if stages is not None else ThreadPool()  # of one
             rounded = rounded_once(calibration.modules.values())
-            with computing_in(module, self.dtype, scales=True), rounded:
+            with computing_in(part.root, self.dtype, scales=True), rounded:
                 outputs = pool.begin(enumerate(again.forwards))
                 with contextlib.closing(outputs):
                     again.take(outputs)
         return found
 
-    def _beside(self, calibration: Calibration, stages: list[list[str]], onward: Onward) -> None:
-        """Show the modules of a layer what flows into them, with several batches on their way."""
+    def _beside(
+        self, calibration: Calibration, work: Work, stages: list[list[str]], flow: Flow
+    ) -> None:
+        """Show the modules of a layer their inputs, with several batches beside each other."""
+        assert flow.take is not None
         parts = [[calibration.modules[each] for each in stage] for stage in stages]
         calibration.take_over()
+        begun = 0  # batches before those that run
 
-        def see(stage: list[str], _index: int, x: torch.Tensor) -> None:
-            calibration.show(stage, x)
+        def see(stage: list[str], turn: int, index: int, x: torch.Tensor) -> None:
+            if turn == 0:
+                calibration.show(stage, x)
+            batch, lane = self.places[begun + index]
+            work.show(stage, x, Moment(batch, lane, turn))
 
-        def outputs() -> Generator[torch.Tensor, None, None]:
-            start, count = 0, self.pool.count
-            while start < len(onward.forwards):
-                some = slice(start, start + count)
-                part = Staged(
-                    parts, onward.forwards[some], onward.tokens[some], sys.maxsize, self.pool
+        def outputs(turn: int, last: bool) -> Generator[torch.Tensor, None, None]:
+            nonlocal begun
+            begun, count = 0, self.pool.count
+            while begun < len(flow.forwards):
+                some = slice(begun, begun + count)
+                batches = Staged(
+                    parts, flow.forwards[some], flow.tokens[some], sys.maxsize, self.pool
                 )
-                with part as staged:
+                with batches as staged:
                     for index, stage in enumerate(stages):
-                        staged.run_to(index, functools.partial(see, stage))
-                    if not self.propagate:
+                        shown = functools.partial(see, stage, turn)
+                        staged.run_to(index, shown, work.flush)
+                    if last and not self.propagate:
                         yield from staged.finish()
-                start += count
-                fitting = at_once(onward.tokens[start:], staged.rate, BESIDE)
+                begun += count
+                fitting = at_once(flow.tokens[begun:], staged.rate, BESIDE)
                 count = max(fitting, self.pool.count)
 
-        with contextlib.closing(outputs()) as shown:
-            if self.propagate:
-                collections.deque(shown, maxlen=0)
-            else:
-                onward.take(shown)
+        for turn in range(work.passes):
+            last = turn == work.passes - 1
+            with contextlib.closing(outputs(turn, last)) as shown:
+                if self.propagate or not last:
+                    collections.deque(shown, maxlen=0)
+                else:
+                    flow.take(shown)
+
+    # -- in stages ----------------------------------------------------------------------------
 
     def _in_stages(
-        self, layer: Module, name: str, stages: list[list[str]], onward: Onward
+        self, part: Part, flow: Flow, stages: list[list[str]]
     ) -> dict[str, ModuleResult]:
-        """Decide on the modules of a layer in the order of their calls, in a single pass."""
-        modules = with_schemes(layer, name)
+        """Solve the modules of a layer in the order of their calls, in a single pass."""
+        assert flow.take is not None
+        modules = with_schemes(part.root, part.name)
         parts = [[modules[each] for each in stage] for stage in stages]
         found: dict[str, ModuleResult] = {}
-        budget = holding_budget(self.decisions.device)
+        budget = holding_budget(self.solver.device)
         with (
-            computing_in(layer, self.dtype, without=modules.values()),
-            contextlib.ExitStack() as decided,
-            Staged(parts, onward.forwards, onward.tokens, budget, self.pool) as staged,
+            computing_in(part.root, self.dtype, without=modules.values()),
+            contextlib.ExitStack() as solved,
+            Staged(parts, flow.forwards, flow.tokens, budget, self.pool) as staged,
         ):
             for index, stage in enumerate(stages):
-                found |= self._stage(layer, name, staged, index, stage)
+                found |= self._stage(part, flow, staged, index, stage)
                 for module in parts[index]:
-                    decided.enter_context(computing_in(module, self.dtype, scales=True))
-                decided.enter_context(rounded_once(parts[index]))
+                    solved.enter_context(computing_in(module, self.dtype, scales=True))
+                solved.enter_context(rounded_once(parts[index]))
             with contextlib.closing(staged.finish()) as outputs:
-                onward.take(outputs)
+                flow.take(outputs)
         return found
 
     def _stage(
-        self, layer: Module, name: str, staged: Staged[Any], index: int, stage: list[str]
+        self, part: Part, flow: Flow, staged: Staged[Any], index: int, stage: list[str]
     ) -> dict[str, ModuleResult]:
-        """Run all batches up to a stage, and decide on its modules."""
-        with Calibration(layer, name, shown=stage) as calibration:
-            gptq = self._begin(calibration)
-            assert gptq is not None
+        """Run all batches up to a stage, and solve its modules."""
+        solved: set[str] = set()
+        with Calibration(part.root, part.name, shown=stage) as calibration:
+            block = self._block(part, calibration, flow, solved)
+            work = self.solver.begin(block)
+            calibration.take_over()
 
-            def see(batch: int, x: torch.Tensor) -> None:
-                self._lane = self.lanes[batch]
+            def see(index: int, x: torch.Tensor) -> None:
                 calibration.show(stage, x)
-                gptq.show(x)
+                batch, lane = self.places[index]
+                work.show(stage, x, Moment(batch, lane))
 
-            staged.run_to(index, see, gptq.settle)
-            return self.decisions.decide(calibration, gptq)
+            staged.run_to(index, see, work.flush)
+            found = self.solver.solve(block, work)
+            part.changed.update(name for name in solved if not _is_solved(name, calibration))
+            return found
 
-    def _stages(self, layer: Module, name: str, onward: Onward) -> list[list[str]] | None:
+    def _stages(self, part: Part, flow: Flow) -> list[list[str]] | None:
         """Return the modules of a layer in the order of their calls; None where hooks must tell.
 
-        That is where outputs or the states of attention are observed, where the data may say which
-        modules are called, where the server fuses modules of different inputs, with GPTQ on what
-        was there before, and where nothing is to be gained.
+        That is where an algorithm needs more than inputs, where outputs or attention states are
+        observed, where the data may say which modules are called, where the server fuses modules of
+        different inputs, and where a staged algorithm runs without propagated error.
         """
-        modules = with_schemes(layer, name)
+        modules = with_schemes(part.root, part.name)
         outputs = any(_scheme(m).output_activations is not None for m in modules.values())
-        if outputs or not modules or (self.decisions.gptq is not None and not self.propagate):
+        more = [self.solver.needs(each) for each in ("outputs", "attention", "calls", "gradients")]
+        staged = self.solver.needs("staged")
+        if outputs or any(more) or not modules or (staged and not self.propagate):
+            return None
+        if staged and self.solver.passes > 1:
             return None
         stages = None
-        gains = self.decisions.gptq is not None or self.pool.count > 1
-        if self.decisions.ranks.is_first and gains:  # who always has a batch
-            with computing_in(layer, self.dtype, without=modules.values()):
-                stages = find_stages(modules, onward.forwards[0], onward.tokens[0])
-        stages = self.decisions.ranks.broadcast(stages)
+        if self.solver.ranks.is_first:  # who always has a batch
+            with computing_in(part.root, self.dtype, without=modules.values()):
+                stages = find_stages(modules, flow.forwards[0], flow.tokens[0])
+        stages = self.solver.ranks.broadcast(stages)
         stage_of = {each: i for i, stage in enumerate(stages or ()) for each in stage}
         fused = fused_groups(stage_of)
         return stages if all(len({stage_of[n] for n in g}) == 1 for g in fused) else None
 
     def _until_seen(self, layer: Module, calibration: Calibration) -> Any:
-        """End the first of two passes where nothing is left to be seen, such as before `down_proj`.
+        """End the first of two passes after the last module to observe, such as `down_proj`.
 
         Outputs, and the states of attention, are seen only when a module has run.
         """
         inputs = all(base in ("weight", "input") for _, base, _ in calibration.observers())
-        if not inputs or not calibration.modules:
+        if not inputs or not calibration.modules or self.solver.needs("attention"):
             return contextlib.nullcontext()
         return StopAfter(layer, calibration.modules.values())
+
+
+def _is_solved(name: str, calibration: Calibration) -> bool:
+    """Whether a changed tensor is the weight of a quantized module, which is stored as codes."""
+    module, _, leaf = name.rpartition(".")
+    return leaf == "weight" and module in calibration.modules
 
 
 def _scheme(module: Any) -> Any:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from steelyard.algorithms.module_result import ModuleResult
+from steelyard.algorithms import ModuleResult
 from steelyard.engine.summary import summary
 from steelyard.foreign import printable
 from steelyard.plan.plan import Plan

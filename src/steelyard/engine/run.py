@@ -1,12 +1,11 @@
 """The ways through a model: weights alone, layer by layer, or the model as a whole.
 
-Each comes down to the same step for a part of the model: hold its weights, put observers on it, let
-data pass, compute the parameters, and hand the tensors to the output.
+Each takes the same steps for a part of the model: load its weights, run the batches, transform and
+solve it, write its tensors.
 """
 
 from __future__ import annotations
 
-import collections
 import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,18 +17,18 @@ import torch
 from compressed_tensors.quantization import QuantizationScheme
 from torch.nn import Module
 
-from steelyard.algorithms.module_result import ModuleResult
+from steelyard.algorithms import Algorithm, ModuleResult
 from steelyard.checkpoint.journal import file_record
 from steelyard.checkpoint.weight_errors import weight_error
 from steelyard.data.samples import Samples
 from steelyard.distributed import Ranks, ThreadPool, share
 from steelyard.engine.assignment import owners_of
-from steelyard.engine.decisions import Decisions
 from steelyard.engine.mark import Mark
 from steelyard.engine.output import Output
-from steelyard.engine.passes import Onward, Passes
+from steelyard.engine.passes import NO_DATA, Flow, Part, Passes
 from steelyard.engine.progress import progress
 from steelyard.engine.result import Result
+from steelyard.engine.solving import Solver
 from steelyard.engine.statistics import RunStatistics
 from steelyard.engine.stream import Stream
 from steelyard.errors import PipelineError
@@ -50,11 +49,12 @@ __all__ = ["Run", "model_device"]
 
 
 class Run:
-    """The state of one run: what is left to do is in the calls, what was found is here."""
+    """State of one run."""
 
     def __init__(
         self,
         source: Source,
+        algorithms: Sequence[Algorithm],
         result: Result,
         uncalibrated: str,
         propagate: bool,
@@ -71,14 +71,15 @@ class Run:
         self.dtype = fast_dtype(source.dtype, self.device)
         self.ranks = ranks
         self.pool = ThreadPool.on(self.device)
-        continues = source.shards is not None
-        self.decisions = Decisions(
-            result, statistics, uncalibrated, continues, self.device, ranks, self.pool
+        resumable = source.shards is not None
+        self.solver = Solver(
+            algorithms, result, statistics, uncalibrated, resumable, self.device, ranks, self.pool
         )
-        self.passes = Passes(self.decisions, self.pool, propagate, self.dtype)
+        self.passes = Passes(self.solver, self.pool, propagate, self.dtype)
         self.done = 0  # layers
         self.streamed: dict[int, int] = {}  # shard -> its jobs that are done
         self.calibrated = False  # all modules are, and their tensors written
+        self.changed: set[str] = set()  # tensors that transforms changed
         self._mark_cost = 0.0  # seconds, of the last one
 
     # -- the ways through a model -------------------------------------------------------------
@@ -94,7 +95,7 @@ class Run:
                 writer,
                 self.result.modules,
                 self.state,
-                self.decisions.importance.loaded,
+                self._importance(),
                 self.show,
             )
             stream.run(self.streamed)
@@ -103,6 +104,15 @@ class Run:
         weighed = (p.name for p in plan.quantized if p.scheme.weights is not None)
         self.output.done.update(f"{name}.weight" for name in weighed)
 
+    def _importance(self) -> dict[str, tuple[torch.Tensor, int]]:
+        """Return what files hold for modules; the first file that has a module counts."""
+        names = [planned.name for planned in self.result.plan.quantized]
+        found = {}
+        for algorithm in reversed(self.solver.algorithms):
+            known = {name: algorithm.importance(name) for name in names}
+            found.update({name: sums for name, sums in known.items() if sums is not None})
+        return found
+
     def weights_only(self) -> None:
         """Observe weights, module by module where the model has no layers."""
         if self.calibrated:
@@ -110,15 +120,15 @@ class Run:
         try:
             name, layers = decoder_layers(self.source.model)
         except PipelineError:
-            self._module(self.source.model, "", None, lambda: None)
+            self._calibrate(Part("", self.source.model))
             return
         with progress("quantizing", len(layers) + 1, self.show) as advance:
             for index, layer in enumerate(layers):
                 if index >= self.done:
-                    self._module(layer, f"{name}.{index}", None, lambda: None)
+                    self._calibrate(Part(f"{name}.{index}", layer))
                     self._layer_done(index)
                 advance()
-            self._rest(name, layers, lambda: None)
+            self._rest(name, layers)
             advance()
 
     def layer_by_layer(self, samples: Samples) -> None:
@@ -136,6 +146,9 @@ class Run:
                 computing_in(model, self.dtype),
             ):
                 batches = sequence.start([tokens for _, tokens in mine], advance)
+            if self.solver.needs("originals"):
+                for batch in batches:
+                    batch.original = batch.hidden
             numbered = {i: batch for (i, _), batch in zip(mine, batches, strict=True)}
             if self.done:
                 assert self.output.writer is not None
@@ -145,53 +158,44 @@ class Run:
                 if index < self.done:
                     continue
 
-                forwards = [functools.partial(sequence.run, index, batch) for batch in batches]
-
                 def take(outputs: Iterable[torch.Tensor]) -> None:
                     for batch, output in zip(batches, outputs, strict=True):
                         batch.hidden = output
                         self.ranks.look()
                         advance()
 
-                def run(forwards: Sequence[Callable[[], torch.Tensor]] = forwards) -> None:
-                    outputs = (forward() for forward in self.passes.in_lanes(forwards))
-                    if self.passes.propagate:
-                        collections.deque(outputs, maxlen=0)
-                    else:
-                        take(outputs)
-
-                onward = Onward(forwards, take, [batch.input_ids.numel() for batch in batches])
-                name = f"{sequence.name}.{index}"
-                self._module(layer, name, None, run, onward)
+                forwards = [functools.partial(sequence.run, index, batch) for batch in batches]
+                flow = Flow(forwards, take, [batch.input_ids.numel() for batch in batches])
+                part = Part(f"{sequence.name}.{index}", layer)
+                self._calibrate(part, flow, functools.partial(_originals, sequence, index, batches))
+                for batch, (_, after) in zip(batches, part.originals, strict=False):
+                    batch.original = after
                 self._layer_done(index, numbered)
-
-            def run_rest() -> None:
-                for batch in self.passes.in_lanes(batches):
-                    sequence.finish(batch)
-
-            self._rest(sequence.name, layers, run_rest)
+            last = [functools.partial(sequence.finish, batch) for batch in batches]
+            self._rest(sequence.name, layers, Flow(last))
 
     def whole(self, samples: Samples) -> None:
         if self.calibrated:
             return
         mine = [tokens for _, tokens in self._share(samples)]
-        with self.pool, progress("calibrating", len(mine), self.show) as advance:
+        total = len(mine) * self.solver.passes
+        with self.pool, progress("calibrating", total, self.show) as advance:
 
-            def run() -> None:
+            def run(input_ids: torch.Tensor) -> None:
                 model = self.source.model
-                for input_ids in self.passes.in_lanes(mine):
-                    with forward_errors(model, "a run as a whole", WITHOUT_DATA):
-                        model(input_ids=input_ids, use_cache=False)
-                    advance()
+                with forward_errors(model, "a run as a whole", WITHOUT_DATA):
+                    model(input_ids=input_ids, use_cache=False)
+                advance()
 
-            self._module(self.source.model, "", None, run)
+            flow = Flow([functools.partial(run, input_ids) for input_ids in mine])
+            self._calibrate(Part("", self.source.model), flow)
 
-    def _rest(self, name: str, layers: Module, run: Callable[[], None]) -> None:
-        """Deal with what is not in a layer, such as the output projection."""
+    def _rest(self, name: str, layers: Module, flow: Flow = NO_DATA) -> None:
+        """Calibrate what is not in a layer, such as the output projection."""
         inside = f"{name}."
         outside = [p for p in self.result.plan.quantized if not p.name.startswith(inside)]
-        if outside:
-            self._module(self.source.model, "", layers, run)
+        if outside or self.solver.transforms:
+            self._calibrate(Part("", self.source.model, layers), flow)
         elif self.source.shards is None:  # nothing to compute, but the tensors are to be written
             self.output.add(self.source.model, "", layers)
 
@@ -199,19 +203,19 @@ class Run:
         return self.source.loaded(self.source.model, "", sequence.layers, ("lm_head",))
 
     def _share(self, samples: Samples) -> list[tuple[int, torch.Tensor]]:
-        """Return this rank's batches, each with its place among all; know their lanes from now."""
+        """Return this rank's batches, each with its place among all."""
         batches, ranks = samples.batches, self.ranks
         mine = share(len(batches), ranks.rank, ranks.count)
-        self.passes.lanes = [lane_of(i, len(batches)) for i in mine]
+        self.passes.places = [(i, lane_of(i, len(batches))) for i in mine]
         return [(i, batches[i].to(self.device)) for i in mine]
 
-    # -- stopping and going on ----------------------------------------------------------------
+    # -- resuming -----------------------------------------------------------------------------
 
-    def take_up(self) -> None:
-        """Start where an earlier run came to, if there is one."""
+    def resume(self) -> None:
+        """Start where an earlier run ended, if there is one."""
         if not self.output.progress:
             return
-        weights_only = self.decisions.weights_only_schemes
+        weights_only = self.solver.weights_only_schemes
         for mark in map(Mark.of, self.output.progress):  # one of each rank that wrote
             for name, (error, tokens, details) in mark.modules.items():
                 self.result.modules[name] = ModuleResult(error, tokens, details)
@@ -219,7 +223,7 @@ class Run:
                     self.output.done.add(self.source.key(f"{name}.weight"))
             for name, scheme in mark.weights_only.items():
                 weights_only[name] = QuantizationScheme.model_validate(scheme)
-            self.decisions.unseen = mark.unseen
+            self.solver.unseen = mark.unseen
             self.result.notes += [n for n in mark.notes if n not in self.result.notes]
             self.done, self.calibrated = mark.done, mark.calibrated
             for shard, jobs in mark.streamed.items():
@@ -232,8 +236,9 @@ class Run:
                 "it could say so"
             )
             return
-        for path in self._kept("importance"):
-            self.decisions.importance.resume(path)
+        for index, algorithm in enumerate(self.solver.algorithms):
+            for path in self._kept(f"algorithm{index}"):
+                algorithm.resume(path)
         for path in self._kept("statistics"):
             self.statistics.resume(path)
         if self.ranks.is_first:
@@ -244,16 +249,16 @@ class Run:
         )
 
     def state(self) -> dict[str, Any]:
-        """Return, in JSON's types, what `take_up` needs."""
+        """Return, in JSON's types, what `resume` needs."""
         modules = self.result.modules.items()
-        schemes = self.decisions.weights_only_schemes.items()
+        schemes = self.solver.weights_only_schemes.items()
         return Mark(
             done=self.done,
             streamed=self.streamed,
             calibrated=self.calibrated,
             modules={name: (m.error, m.tokens, m.details) for name, m in modules},
             weights_only={name: scheme.model_dump(mode="json") for name, scheme in schemes},
-            unseen=self.decisions.unseen,
+            unseen=self.solver.unseen,
             notes=self.result.notes,
         ).model_dump(mode="json")
 
@@ -266,10 +271,9 @@ class Run:
     def _keep(self, work: Path, when: str) -> dict[str, dict[str, int]]:
         """Write what was gathered for files that the run saves; return the journal's records."""
         kept = {}
-        for kind, part in (
-            ("importance", self.decisions.importance),
-            ("statistics", self.statistics),
-        ):
+        parts: list[tuple[str, Any]] = [("statistics", self.statistics)]
+        parts += [(f"algorithm{i}", each) for i, each in enumerate(self.solver.algorithms)]
+        for kind, part in parts:
             path = work / f"{kind}-{when}"
             if part.keep(path):
                 kept[path.name] = file_record(path)
@@ -279,8 +283,8 @@ class Run:
         """Remove what the journal does not name: of earlier marks, or of ranks that made none."""
         writer = self.output.writer
         assert writer is not None
-        for kind in ("hidden", "importance", "statistics"):
-            for old in writer.work.path.glob(f"{kind}-*"):
+        for kind in ("hidden-*", "algorithm*-*", "statistics-*"):
+            for old in writer.work.path.glob(kind):
                 if old.name not in writer.files:
                     old.unlink()
 
@@ -305,55 +309,79 @@ class Run:
         self._forget_others()
         self._mark_cost = time.monotonic() - started
 
-    # -- one module -------------------------------------------------------------------------
+    # -- one part of the model --------------------------------------------------------------
 
     @torch.no_grad()
-    def _module(
+    def _calibrate(
         self,
-        module: Module,
-        name: str,
-        without: Module | None,
-        run: Callable[[], None],
-        onward: Onward | None = None,
+        part: Part,
+        flow: Flow = NO_DATA,
+        originals: Callable[[], list[tuple[torch.Tensor, torch.Tensor]]] = list,
     ) -> None:
-        """Calibrate `module` while data passes through it; hand its tensors to the output.
+        """Load a part of the model, run its batches, solve it, and write its tensors.
 
-        run:    passes all data through the module, as it is before
-        onward: the batches, where the module is a layer
+        originals: runs the hidden states of the unquantized model through the part
         """
+        name, root, without = part.name, part.root, part.without
         self.ranks.at(name or "the model as a whole")
-        with self.source.loaded(module, name, without):
-            found = self.passes.through(module, name, without, run, onward)
+        with self.source.loaded(root, name, without):
+            if self.solver.needs("originals"):
+                with computing_in(root, self.dtype):
+                    part.originals.extend(originals())
+            found = self.passes.through(part, flow)
             if self.statistics.only:
                 self.result.modules.update(found)
                 return
-            if self.decisions.hopeless():  # the run goes on only to name all that saw nothing
+            if self.solver.unrecoverable():  # the run goes on only to name all such modules
                 return
-            schemes = with_schemes(module, name, without)
-            self.output.add(module, name, without, owners_of(schemes, self.ranks.count))
+            schemes = with_schemes(root, name, without)
+            owners = owners_of(schemes, self.ranks.count)
+            self.output.add(root, name, without, owners, part.changed)
+            self.changed.update(part.changed)
             for each, quantized in schemes.items():
                 result = found[each]
-                if result.error is None:  # against the weight as it is now, which is as it was
+                if result.error is None:  # against the weight as it is now, before it is rounded
                     error = self.output.errors.get(each)
                     error = weight_error(quantized) if error is None else error
                     result = replace(result, error=error)
                 self.result.modules[each] = result
 
+    def _note_changed(self) -> None:
+        if self.solver.transforms and not self.calibrated:
+            writer = self.output.writer
+            changed = self.changed | (set() if writer is None else writer.changed)
+            by = " and ".join(type(a.modifier).__name__ for a in self.solver.transforms)
+            example = f", such as {min(changed)}" if changed else ""
+            self.result.notes.append(f"{by} changed {count(len(changed), 'tensor')}{example}")
+
     # -- the end ----------------------------------------------------------------------------
 
     def end(self) -> None:
-        """All modules are dealt with; raise if some of them saw nothing."""
+        """All modules are solved; raise if no token reached some of them."""
+        self._note_changed()
         self.calibrated = True
         writer = self.output.writer
         if writer is not None and writer.identity is not None and self.ranks.is_first:
             writer.files = self._keep(writer.work.path, "end")  # the next mark names them
-        kept = bool(self.decisions.left) and not self.decisions.hopeless() and writer is not None
+        kept = bool(self.solver.uncalibrated_modules) and not self.solver.unrecoverable()
+        kept = kept and writer is not None
         if kept and writer is not None and self.ranks.is_first:
             writer.mark(self.state())
-        self.decisions.require_all(kept)
+        self.solver.require_all(kept)
 
 
 def model_device(model: Module) -> torch.device:
     """Return where the weights are that are in memory; the CPU if none is."""
     devices: Iterator[torch.device] = (p.device for p in model.parameters())
     return next((d for d in devices if d.type != "meta"), torch.device("cpu"))
+
+
+def _originals(
+    sequence: LayerSequence, index: int, batches: Sequence[Batch]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the hidden states of the unquantized model into a layer, and out of it."""
+    found = []
+    for batch in batches:
+        assert batch.original is not None
+        found.append((batch.original, sequence.run(index, batch, original=True)))
+    return found

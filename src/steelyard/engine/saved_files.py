@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
+from steelyard.algorithms import Algorithm
 from steelyard.checkpoint.place import output_path
 from steelyard.engine.statistics_file import STATISTICS
 from steelyard.errors import PlanError
-from steelyard.modifiers.importance import gatherers_in
-from steelyard.observers.importance_file import IMPORTANCE
-from steelyard.recipes import Recipe
 
 __all__ = ["check_saved_files"]
 
 
 def check_saved_files(
-    recipe: Recipe, save_statistics: str | Path | None, output_dir: str | Path | None
+    algorithms: Sequence[Algorithm],
+    save_statistics: str | Path | None,
+    output_dir: str | Path | None,
 ) -> None:
     """Refuse files that could not be written at the end, or would be lost with the old output."""
-    wanted = [(IMPORTANCE, g.save_to) for g in gatherers_in(recipe.modifiers) if g.save_to]
+    wanted = [file for algorithm in algorithms for file in algorithm.files()]
     files = [*wanted, *([(STATISTICS, save_statistics)] if save_statistics is not None else [])]
     output = None if output_dir is None else output_path(output_dir)
     seen: set[Path] = set()

@@ -14,25 +14,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn import Module
 
-from steelyard.algorithms.importance import RunImportance
+from steelyard.algorithms import Algorithm, needs_data
 from steelyard.data.samples import Samples
 from steelyard.engine.identity import digest_of, versions
 from steelyard.engine.statistics_file import STATISTICS, Key, Observed, Statistics, fingerprint
 from steelyard.errors import PlanError, StatisticsError
 from steelyard.model.source import Source
-from steelyard.modifiers import GPTQModifier
 from steelyard.observers import Observer
 from steelyard.observers.calibration import Calibration
 from steelyard.observers.observer_state import restore
 from steelyard.observers.statistics_checks import check_statistics
-from steelyard.recipes import Recipe
 
 __all__ = ["RunStatistics", "merge_statistics"]
 
@@ -57,7 +55,7 @@ class RunStatistics:
 
     def __init__(
         self,
-        recipe: Recipe,
+        algorithms: Sequence[Algorithm],
         propagate: bool,
         save_to: str | Path | None = None,
         file: str | Path | None = None,
@@ -69,7 +67,7 @@ class RunStatistics:
         self.given: Statistics | None = None
         if save_to is None and file is None:
             return
-        _check_request(recipe, propagate, save_to, file)
+        _check_request(algorithms, propagate, save_to, file)
         if save_to is not None:
             STATISTICS.check_place(save_to)
         if file is not None:
@@ -105,10 +103,13 @@ class RunStatistics:
             f"in {runs}, from {self.file}"
         )
 
-    def check(self, model: Module, importance: RunImportance, notes: list[str]) -> None:
+    def check(
+        self, model: Module, begin: Callable[[Calibration], object], notes: list[str]
+    ) -> None:
         """Find out before any work whether the statistics fit the model and the recipe.
 
         model: with its schemes
+        begin: starts the recipe's algorithms, which choose what is observed
         """
         if self.given is None:
             return
@@ -121,7 +122,7 @@ class RunStatistics:
             self._check_weight(name, modules[name])
         used: set[Key] = set()
         with Calibration(model) as calibration:
-            importance.only_where_asked(calibration)
+            begin(calibration)
             for name, base, observer in calibration.observers():
                 if _sees_data(base, observer):
                     self._restore(name, base, observer, torch.device("cpu"))
@@ -239,7 +240,10 @@ def _sees_data(base: str, observer: Observer) -> bool:
 
 
 def _check_request(
-    recipe: Recipe, propagate: bool, save_to: str | Path | None, file: str | Path | None
+    algorithms: Sequence[Algorithm],
+    propagate: bool,
+    save_to: str | Path | None,
+    file: str | Path | None,
 ) -> None:
     name = "save_statistics" if file is None else "statistics"
     if save_to is not None and file is not None:
@@ -247,19 +251,20 @@ def _check_request(
             "statistics= and save_statistics= exclude each other: a run without data sees nothing "
             "that could be saved"
         )
-    if any(isinstance(m, GPTQModifier) for m in recipe.modifiers):
-        raise PlanError(
-            f"{name}= does not go with GPTQModifier: it rounds weights with second moments, which "
-            "no observer holds, and shows later layers the error of earlier ones, so what separate "
-            "runs see does not add up to one run; give it all data at once"
-        )
+    for algorithm in algorithms:
+        if not algorithm.mergeable:
+            raise PlanError(
+                f"{name}= does not go with {type(algorithm.modifier).__name__}: it changes weights "
+                "by what it sees of the data, and shows later layers the error of earlier ones, so "
+                "what separate runs see does not add up to one run; give it all data at once"
+            )
     if propagate:
         raise PlanError(
             f"{name}= does not go with propagate_error=True: later layers see the error of earlier "
             "ones, which depends on the data of that run, so what separate runs see does not add "
             "up to one run; leave propagate_error out"
         )
-    if not recipe.needs_data:
+    if not needs_data(algorithms):
         raise PlanError(
             f"{name}= has no use here, since there is nothing to observe: the recipe needs no "
             "calibration data"

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from steelyard.algorithms.module_result import ModuleResult
+from steelyard.algorithms import ModuleResult
 from steelyard.checkpoint import CheckpointView, CheckpointWriter
 from steelyard.checkpoint.figures import figures_of
 from steelyard.checkpoint.finite import check_finite, finite_pieces

@@ -42,10 +42,14 @@ class Call:
 
 @dataclass
 class Batch:
-    """One batch: its token ids, current hidden state and recorded layer calls."""
+    """One batch: its token ids, current hidden state and recorded layer calls.
+
+    original: hidden state of the unquantized model, where an algorithm needs it
+    """
 
     input_ids: torch.Tensor
     hidden: torch.Tensor
+    original: torch.Tensor | None = None
     calls: list[Call] = field(default_factory=list)
 
 
@@ -139,18 +143,22 @@ class LayerSequence:
             advance()
         return started
 
-    @torch.no_grad()
-    def run(self, index: int, batch: Batch) -> torch.Tensor:
-        """Return the output of layer `index` for a batch; its weights must be in memory."""
+    def run(self, index: int, batch: Batch, original: bool = False) -> torch.Tensor:
+        """Return the output of layer `index` for a batch; its weights must be in memory.
+
+        original: run on the hidden states of the unquantized model
+        """
         call = batch.calls[index]
-        output: Any = batch.hidden
+        hidden = batch.original if original else batch.hidden
+        assert hidden is not None
+        output: Any = hidden
         with (
             forward_errors(self.model, f"{self.name}.{index}", _AS_A_WHOLE),
             contextlib.suppress(StopForward),  # raised by `StopAfter`, whose caller needs no output
         ):
-            output = self.layers[index](batch.hidden, *call.args, **call.kwargs)
-        hidden: torch.Tensor = output[0] if isinstance(output, tuple) else output
-        return hidden
+            output = self.layers[index](hidden, *call.args, **call.kwargs)
+        found: torch.Tensor = output[0] if isinstance(output, tuple) else output
+        return found
 
     @torch.no_grad()
     def finish(self, batch: Batch) -> Any:
@@ -259,29 +267,42 @@ def _is_withheld(value: Any) -> bool:
     return isinstance(value, _Withheld)
 
 
+_ORIGINAL = ".original"
+
+
 def save_hidden(batches: Mapping[int, Batch], path: Path) -> None:
     """Write the hidden states of batches, and sync the file to disk.
 
     batches: by index among all batches of the run
     """
-    save_tensors({str(i): batch.hidden.contiguous() for i, batch in batches.items()}, path)
+    states = {str(i): batch.hidden.contiguous() for i, batch in batches.items()}
+    for i, batch in batches.items():
+        if batch.original is not None:
+            states[f"{i}{_ORIGINAL}"] = batch.original.contiguous().clone()
+    save_tensors(states, path)
     sync(path)
 
 
 def load_hidden(batches: Mapping[int, Batch], paths: Iterable[Path]) -> None:
     """Read hidden states from the files of all ranks; raise if a batch is missing."""
     missing = {str(i) for i in batches}
+    missing |= {f"{i}{_ORIGINAL}" for i, batch in batches.items() if batch.original is not None}
     for path in paths:
         with safe_open(path, "pt") as file:
             for name in missing.intersection(file.keys()):
-                batch, hidden = batches[int(name)], file.get_tensor(name)
+                number = name.removesuffix(_ORIGINAL)
+                batch, hidden = batches[int(number)], file.get_tensor(name)
                 if hidden.shape != batch.hidden.shape:
                     raise CheckpointError(
                         f"{path} has hidden states of shape {tuple(hidden.shape)} for batch "
-                        f"{name}, which has {tuple(batch.hidden.shape)}; start anew with "
+                        f"{number}, which has {tuple(batch.hidden.shape)}; start anew with "
                         "resume=False"
                     )
-                batch.hidden = hidden.to(batch.hidden.device)
+                value = hidden.to(batch.hidden.device)
+                if name == number:
+                    batch.hidden = value
+                else:
+                    batch.original = value
                 missing.remove(name)
     if missing:
         raise CheckpointError(

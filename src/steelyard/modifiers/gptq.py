@@ -9,6 +9,7 @@ of its own layer.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -19,10 +20,13 @@ from compressed_tensors.quantization import (
     QuantizationScheme,
     preset_name_to_scheme,
 )
+from compressed_tensors.utils.match import is_match
 from pydantic import Field, field_validator, model_validator
 
+from steelyard.errors import PipelineError
 from steelyard.formats import stored_as
 from steelyard.formats.tensor_names import GROUP_INDEX
+from steelyard.model.blocks import decoder_layers
 from steelyard.modifiers.modifier import Modifier
 from steelyard.modifiers.nearest import QuantizationModifier
 from steelyard.modifiers.observer_choice import with_default
@@ -42,6 +46,7 @@ class GPTQModifier(QuantizationModifier):
     One of `scheme`, `config_groups` and `weights` says how.
     """
 
+    algorithm: ClassVar[str] = "gptq"
     _ways: ClassVar[tuple[str, ...]] = ("scheme", "config_groups", "weights")
 
     weights: QuantizationArgs | None = Field(
@@ -107,17 +112,22 @@ class GPTQModifier(QuantizationModifier):
                 scheme.weights.actorder = self.actorder  # elsewhere it leaves no trace
         return config
 
-    @property
-    def needs_activations(self) -> bool:
-        return True
+    def patterns(self) -> list[str]:
+        return [*super().patterns(), *(self.sequential_targets or ())]
 
-    @property
-    def propagates_error(self) -> bool:
-        return True
-
-    @property
-    def rounds_to_nearest(self) -> bool:
-        return False
+    def checks(self, plan: Any, model: Any) -> Iterator[str]:
+        """Refuse `sequential_targets` that are not what runs one after another."""
+        yield from super().checks(plan, model)
+        try:
+            name, layers = decoder_layers(model)
+        except PipelineError:
+            return
+        for target in self.sequential_targets or ():
+            if not is_match(f"{name}.0", layers[0], target):
+                yield (
+                    f"sequential_targets has {target!r}, but what runs one after another are the "
+                    f"decoder's layers: {type(layers[0]).__name__}, or leave it out"
+                )
 
 
 def _stores_groups() -> bool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from compressed_tensors.utils.match import is_match
 from pydantic import Field, field_validator
@@ -12,8 +12,15 @@ from torch.nn import Module
 
 from steelyard.modifiers.modifier import Modifier
 from steelyard.modifiers.targets import Target
+from steelyard.observers import Observer
+from steelyard.observers.importance_base import ImportanceObserver
 
-__all__ = ["IMatrixGatherer", "gatherers_in"]
+__all__ = ["IMatrixGatherer"]
+
+_IDLE = (
+    "IMatrixGatherer gathers for nothing, since no weight that it targets has an observer that "
+    "uses importance: choose optimal or imatrix_mse as the weight_observer, or leave it out"
+)
 
 
 @Modifier.register("IMatrixGatherer")
@@ -23,6 +30,8 @@ class IMatrixGatherer(Modifier):
     The observers gather for themselves, in the pass that runs anyway; this modifier asks for that
     pass where the scheme alone would need no data. With `load_from` no data is needed.
     """
+
+    algorithm: ClassVar[str] = "importance"
 
     ignore: list[Target] = Field(default_factory=lambda: ["lm_head"])
     load_from: list[str] = Field(
@@ -36,14 +45,26 @@ class IMatrixGatherer(Modifier):
     def _one_file_is_a_list(cls, value: Any) -> Any:
         return [str(value)] if isinstance(value, (str, Path)) else value
 
-    @property
-    def needs_data(self) -> bool:
-        return not self.load_from
+    def checks(self, plan: Any, model: Any) -> Iterator[str]:
+        if self.save_to is not None and not self._feeds_an_observer(plan, model):
+            yield f"nothing would be saved to {self.save_to}: {_IDLE}"
+
+    def doubts(self, plan: Any, model: Any) -> Iterator[str]:
+        if self.save_to is None and not self._feeds_an_observer(plan, model):
+            yield _IDLE
 
     def covers(self, name: str, module: Module) -> bool:
         """Whether a module is among those that gather."""
         return bool(is_match(name, module, self.targets, self.ignore))
 
-
-def gatherers_in(modifiers: Iterable[Modifier]) -> list[IMatrixGatherer]:
-    return [modifier for modifier in modifiers if isinstance(modifier, IMatrixGatherer)]
+    def _feeds_an_observer(self, plan: Any, model: Any) -> bool:
+        modules = dict(model.named_modules())
+        for planned in plan.quantized:
+            weights = planned.scheme.weights
+            if weights is None or weights.observer is None:
+                continue
+            observer = Observer.get_value_from_registry(weights.observer)
+            covered = self.covers(planned.name, modules[planned.name])
+            if issubclass(observer, ImportanceObserver) and covered:
+                return True
+        return False

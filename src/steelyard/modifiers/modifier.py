@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from compressed_tensors.quantization import QuantizationConfig
@@ -42,6 +42,9 @@ class Modifier(BaseModel, metaclass=_Refusing):
     targets, ignore: module names, class names, or `re:` and a regular expression
     """
 
+    algorithm: ClassVar[str] = ""
+    """The name under which the algorithm is registered that carries this modifier out."""
+
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
 
     registry: ClassVar[Registry[type[Modifier]]] = Registry("modifier")
@@ -58,26 +61,23 @@ class Modifier(BaseModel, metaclass=_Refusing):
     def register(cls, name: str) -> Callable[[Class], Class]:
         return Modifier.registry.register(name)  # type: ignore[return-value]
 
-    @property
-    def needs_activations(self) -> bool:
-        """Whether what flows through the model must be seen."""
-        return False
-
-    @property
-    def needs_data(self) -> bool:
-        """Whether calibration data must flow, also if only for importance."""
-        return self.needs_activations
-
-    @property
-    def propagates_error(self) -> bool:
-        """Whether a layer must see what the quantized layers before it give."""
-        return False
-
-    @property
-    def rounds_to_nearest(self) -> bool:
-        """Whether every weight goes to the nearest code that its scale allows."""
-        return True
-
     def quantization_config(self) -> QuantizationConfig | None:
         """Return what is to be quantized and how, or None for a modifier that quantizes nothing."""
         return None
+
+    def checks(self, plan: Any, model: Any) -> Iterator[str]:
+        """Yield what cannot work with a plan for `model`, one sentence each."""
+        return iter(())
+
+    def doubts(self, plan: Any, model: Any) -> Iterator[str]:
+        """Yield what works, but perhaps not as intended."""
+        return iter(())
+
+    def patterns(self) -> list[str]:
+        """Return all targets and ignores that the options hold."""
+        return [*self.targets, *self.ignore]
+
+    @property
+    def allows_padding(self) -> bool:
+        """Whether groups and blocks may be cut short where they do not divide a weight."""
+        return False

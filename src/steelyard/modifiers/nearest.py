@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from compressed_tensors.quantization import (
-    DynamicType,
     QuantizationArgs,
     QuantizationConfig,
     QuantizationScheme,
@@ -35,7 +34,6 @@ from steelyard.modifiers.schemes import (
 )
 from steelyard.modifiers.targets import Target
 from steelyard.names import ACTIVATION_OBSERVER, WEIGHT_OBSERVER
-from steelyard.observers import Observer
 
 __all__ = ["QuantizationModifier"]
 
@@ -47,6 +45,7 @@ class QuantizationModifier(Modifier):
     One of `scheme` and `config_groups` says how; `kv_cache_scheme` may stand alone.
     """
 
+    algorithm: ClassVar[str] = "nearest"
     _ways: ClassVar[tuple[str, ...]] = ("scheme", "config_groups")
 
     scheme: str | dict[str, list[Target]] | None = Field(
@@ -213,16 +212,11 @@ class QuantizationModifier(Modifier):
         return self.config
 
     @property
-    def needs_activations(self) -> bool:
-        cache = self.config.kv_cache_scheme
-        if cache is not None and cache.dynamic is not True:
-            return True
-        return any(_needs_activations(scheme) for scheme in self.config.config_groups.values())
+    def allows_padding(self) -> bool:
+        return self.bypass_divisibility_checks
 
-    @property
-    def needs_data(self) -> bool:
-        schemes = self.config.config_groups.values()
-        return self.needs_activations or any(_needs_importance(scheme) for scheme in schemes)
+    def doubts(self, plan: Any, model: Any) -> Iterator[str]:
+        yield from self.idle_observers()
 
     def idle_observers(self) -> Iterator[str]:
         """Yield a sentence for every observer that was chosen and will observe nothing."""
@@ -283,18 +277,3 @@ def _refuse_shared(targets: dict[str, list[str]]) -> None:
             f"{one!r} and {other!r} both target {target!r}: let one of them have it, or make the "
             "targets differ"
         )
-
-
-def _needs_importance(scheme: QuantizationScheme) -> bool:
-    weights = scheme.weights
-    if weights is None or weights.observer is None:
-        return False
-    observer = Observer.get_value_from_registry(weights.observer)
-    return bool(getattr(observer, "needs_importance", False))
-
-
-def _needs_activations(scheme: QuantizationScheme) -> bool:
-    return any(
-        args is not None and args.dynamic in (False, DynamicType.LOCAL)
-        for args in (scheme.input_activations, scheme.output_activations)
-    )

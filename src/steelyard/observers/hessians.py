@@ -1,4 +1,4 @@
-"""Second moments of what flows into modules, H = sum of x^T x, gathered by hooks or shown.
+"""Second moments of what flows into modules, H = sum of x^T x.
 
 Layers that are called with the same tensor (q, k and v; gate and up) share one: it is computed once
 and held once. Which layers do is seen in the first pass and must not change after it. Several ranks
@@ -10,12 +10,11 @@ its own.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.nn import Module
-from torch.utils.hooks import RemovableHandle
 
 from steelyard.distributed import Ranks, ThreadPool, deal, lanes_of, sendable
 from steelyard.errors import CalibrationError
@@ -67,11 +66,10 @@ class _Moment:
 
 
 class Hessians:
-    """Gathers while it is entered, or what it is shown.
+    """The second moments of modules that run in one block.
 
     modules: those to gather for, by name
     offload: keep the moments on the CPU, wherever the modules are
-    lane:    returns that of the batch which flows; see `kernels.partial_sums`
     ranks:   those that gather together
     pool:    the threads that add
     """
@@ -80,54 +78,38 @@ class Hessians:
         self,
         modules: Mapping[str, Module],
         offload: bool = False,
-        lane: Callable[[], int] = lambda: 0,
         ranks: Ranks | None = None,
         pool: ThreadPool | None = None,
     ) -> None:
         self.modules = dict(modules)
         self.offload = offload
-        self.lane = lane
         self.ranks = ranks or Ranks()
         self.pool = pool or ThreadPool()
-        self._noted: list[Term] = []
+        self._noted: dict[_Moment, list[Term]] = {}
         self._moments: dict[str, _Moment] = {}
         self._latest: _Moment | None = None
-        self._handles: list[RemovableHandle] = []
 
-    def __enter__(self) -> Hessians:
-        for name, module in self.modules.items():
+    def see(self, names: Iterable[str], x: torch.Tensor, lane: int = 0) -> None:
+        """Note the input that modules have in common; `flush` adds it.
 
-            def hook(_module: Module, args: Any, name: str = name) -> None:
-                self._see(name, args[0] if isinstance(args, tuple) else args)
+        lane: number of the partial sum that the batch belongs to; see `kernels.partial_sums`
+        """
+        for name in names:
+            if name in self.modules and (moment := self._to_add(name, x)) is not None:
+                self._noted.setdefault(moment, []).append(self._term(moment, x, lane))
 
-            self._handles.append(module.register_forward_pre_hook(hook))
-        return self
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Add what was noted."""
+        for moment, terms in self._noted.items():
+            moment.add(terms, self.pool)
+        self._noted.clear()
 
-    def __exit__(self, *exc: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+    def close(self) -> None:
+        """Forget the last inputs; none is seen after this."""
         for moment in self._moments.values():
             moment.last = None
         self._latest = None
-
-    def show(self, x: torch.Tensor) -> None:
-        """Note the input that all modules have in common, instead of hooks; `settle` adds it."""
-        for name in self.modules:
-            if (moment := self._to_add(name, x)) is not None:
-                self._noted.append(self._term(moment, x))
-
-    def settle(self) -> None:
-        """Add what was noted."""
-        if self._noted:
-            (moment,) = set(self._moments.values())
-            moment.add(self._noted, self.pool)
-            self._noted.clear()
-
-    @torch.no_grad()
-    def _see(self, name: str, x: torch.Tensor) -> None:
-        if (moment := self._to_add(name, x)) is not None:
-            moment.add([self._term(moment, x)], self.pool)
 
     def _to_add(self, name: str, x: torch.Tensor) -> _Moment | None:
         """Return the moment that an input is to be added to; None if it is part of it already."""
@@ -150,10 +132,10 @@ class Hessians:
         self._latest = moment
         return moment
 
-    def _term(self, moment: _Moment, x: torch.Tensor) -> Term:
+    def _term(self, moment: _Moment, x: torch.Tensor, lane: int) -> Term:
         real = real_tokens(x, "input").detach().reshape(-1, x.shape[-1])
         moment.tokens += len(real)
-        return self.lane(), real
+        return lane, real
 
     def _owner(self, moment: _Moment) -> str:
         return next(name for name, each in self._moments.items() if each is moment)

@@ -12,7 +12,7 @@ hook is left, and a module whose calibration did not finish is as it was before.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -65,10 +65,12 @@ class Calibration:
             self.modules = {name: self.modules[name] for name in shown}
         self._hooks = shown is None
         self._weighing: dict[str, ImportanceObserver] = {}  # among those shown
+        self._stopped: dict[str, ImportanceObserver] = {}  # whose importance the caller adds
+        self._weighed: set[str] | None = None  # those that may; None for all
         self._handles: list[RemovableHandle] = []
         self._before: dict[str, tuple[Any, Any]] = {}
         self._synced = False
-        self._finished = False
+        self._finished: set[str] = set()
 
     def __enter__(self) -> Calibration:
         try:
@@ -101,12 +103,42 @@ class Calibration:
                 if observer is not None:
                     yield name, base_name, observer
 
+    def weigh(self, names: Iterable[str]) -> None:
+        """Let the weight observers of these modules weigh columns, beside those named before."""
+        self._weighed = {*(self._weighed or ()), *names}
+
+    def drop_unweighed(self) -> None:
+        """Where `weigh` named some modules, stop the others from gathering importance."""
+        if self._weighed is None:
+            return
+        for name, _, observer in self.observers():
+            if isinstance(observer, ImportanceObserver) and name not in self._weighed:
+                observer.detach(self.modules[name])
+                observer.reset()
+                self._stopped.pop(name, None)
+
     def take_over(self) -> None:
-        """Take the hooks away that gather importance, too."""
-        for name, module in self.modules.items():
+        """Let `show` gather importance, instead of the observers' own hooks."""
+        self._weighing.update(self._stop_gathering(self.modules))
+
+    def stop_gathering(self, names: Iterable[str]) -> None:
+        """Stop observers from gathering importance; `add_importance` gives it to them."""
+        self._stopped.update(self._stop_gathering(names))
+
+    def _stop_gathering(self, names: Iterable[str]) -> Iterator[tuple[str, ImportanceObserver]]:
+        for name in names:
+            module = self.modules[name]
             observer = observer_of(module, "weight")
             if isinstance(observer, ImportanceObserver) and observer.stop_gathering(module):
-                self._weighing[name] = observer
+                yield name, observer
+
+    def add_importance(self, name: str, squares: Callable[[], torch.Tensor], tokens: int) -> None:
+        """Add importance to an observer that was stopped from gathering.
+
+        squares: returns the sum of x^2 of each input channel
+        """
+        if name in self._stopped:
+            self._stopped[name].add_importance(squares(), tokens)
 
     def show(self, names: Iterable[str], x: torch.Tensor) -> None:
         """Show the input that modules have in common to those that observe it, or weigh by it."""
@@ -154,12 +186,19 @@ class Calibration:
         weights: the modules whose weights are observed; None for all
         """
         self.sync()
-        chosen = self.modules if weights is None else {n: self.modules[n] for n in weights}
-        for module in chosen.values():
-            observe(module, "weight")
-        for name, module in self.modules.items():
-            update_qparams(module, BASE_NAMES if name in chosen else ACTIVATIONS)
-        self._finished = True
+        self.compute(self.modules, self.modules if weights is None else weights)
+
+    def compute(self, names: Collection[str], weights: Collection[str]) -> None:
+        """Compute the parameters of some modules.
+
+        weights: those whose weights are observed; another rank does it for the others
+        """
+        chosen = [name for name in names if name in weights]
+        for name in chosen:
+            observe(self.modules[name], "weight")
+        for name in names:
+            update_qparams(self.modules[name], BASE_NAMES if name in chosen else ACTIVATIONS)
+        self._finished.update(names)
 
     def __exit__(
         self,
@@ -177,7 +216,7 @@ class Calibration:
             remove_observers(module)
             for gathered in ("_imatrix_sum", "_imatrix_count", "_imatrix_bins"):
                 module.__dict__.pop(gathered, None)
-            if self._finished:
+            if name in self._finished:
                 freeze_module_quantization(module)
                 enable_quantization(module)
             elif name in self._before:

@@ -21,10 +21,10 @@ from steelyard.errors import PlanError
 from steelyard.foreign import printable
 from steelyard.formats import TensorSpec, expected_tensors, format_of
 from steelyard.model.attention import attention_group, cached_attention
-from steelyard.model.matching import matching_ignore, matching_targets
 from steelyard.modifiers import Modifier
 from steelyard.names import WEIGHT_OBSERVER
 from steelyard.observers import Observer
+from steelyard.plan.claims import Claim, claims_of, cross_claims, merged_config
 from steelyard.plan.problems import errors_of, warnings_of
 from steelyard.words import count, duration, size
 
@@ -43,6 +43,7 @@ class Planned:
     dtype: torch.dtype
     scheme: QuantizationScheme
     group: str
+    modifier: int = 0  # its place in the recipe
 
     @cached_property
     def tensors(self) -> dict[str, TensorSpec]:
@@ -71,6 +72,7 @@ class Plan:
     config: QuantizationConfig
     quantized: list[Planned] = field(default_factory=list)
     attention: list[str] = field(default_factory=list)
+    attention_modifier: int = 0  # place in the recipe of the one that quantizes its states
     left: list[Left] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -145,57 +147,79 @@ class Plan:
         return "\n".join(printable(line) for line in lines)
 
 
-def make_plan(model: Any, config: QuantizationConfig, modifiers: Sequence[Modifier] = ()) -> Plan:
-    """Match `config` against the modules of a model, whose weights may be on the meta device.
+def make_plan(
+    model: Any, config: QuantizationConfig | None = None, modifiers: Sequence[Modifier] = ()
+) -> Plan:
+    """Match a recipe against the modules of a model, whose weights may be on the meta device.
 
-    modifiers: those of the recipe that `config` comes from: what it does not hold of them is
-               checked too, and they may let blocks pass
+    config:    what to quantize and how, where no modifier says it
+    modifiers: those of the recipe; each checks the plan, too
     """
-    plan = Plan(config)
-    _refuse_slow_patterns(model, config, modifiers)
-    targets = {t: s for s in config.config_groups.values() for t in s.targets}
-    groups = {id(s): name for name, s in config.config_groups.items()}
+    claims = claims_of(config, modifiers)
+    _refuse_slow_patterns(model, claims, modifiers)
+    plan = Plan(QuantizationConfig(config_groups={}))
     owners: dict[int, str] = {}  # of parameters, the first of those that share one
+    shared: dict[tuple[str, str], list[str]] = {}  # modules of two modifiers
     uncalled = _uncalled(model)
     for name, module in model.named_modules():
-        hits = matching_targets(model, name, module, list(targets)) if targets else []
-        ignored = matching_ignore(model, name, module, config.ignore, hits)
-        planned = isinstance(module, (Linear, Embedding)) and module not in uncalled
-        if planned and hits and ignored is None:
-            scheme = targets[hits[0]]
+        matches = [claim.match(model, name, module) for claim in claims]
+        taken = [match for match in matches if match.taken]
+        if len(taken) > 1 and isinstance(module, (Linear, Embedding)):
+            labels = (taken[0].claim.label, taken[1].claim.label)
+            shared.setdefault(labels, []).append(name)
+        if isinstance(module, (Linear, Embedding)) and module not in uncalled and taken:
+            group = taken[0].group
+            assert group is not None
+            scheme = taken[0].claim.groups[group]
             if scheme.weights is None and scheme.input_activations is None:
                 continue
             weight: Any = module.weight
             rows, columns = weight.shape
             plan.quantized.append(
-                Planned(name, (rows, columns), weight.dtype, scheme, groups[id(scheme)])
+                Planned(name, (rows, columns), weight.dtype, scheme, group, taken[0].claim.modifier)
             )
         else:
+            hits = [hit for match in matches for hit in match.hits]
+            ignored = next((m.ignored for m in matches if m.ignored is not None), None)
             plan.left += _left(name, module, hits, ignored, owners, module in uncalled)
         for parameter in module._parameters.values():
             owners.setdefault(id(parameter), name)
-    if config.kv_cache_scheme is not None or targets:
-        plan.attention = _attention_modules(model, config)
-    taken = {p.name for p in plan.quantized} | {left.name for left in plan.left}
+    plan.config = merged_config(model, claims, {p.name: p.group for p in plan.quantized})
+    if plan.config.kv_cache_scheme is not None or plan.config.config_groups:
+        plan.attention = _attention_modules(model, plan.config)
+        plan.attention_modifier = _attention_modifier(claims)
+    taken_names = {p.name for p in plan.quantized} | {left.name for left in plan.left}
     for name, parameter in model.named_parameters():
         nbytes = _bytes(parameter.dtype, tuple(parameter.shape))
         plan.source_bytes += nbytes
         owner, _, leaf = name.rpartition(".")
-        if not (owner in taken and leaf == "weight") and name not in taken:
+        if not (owner in taken_names and leaf == "weight") and name not in taken_names:
             plan.small_bytes += nbytes
-    plan.errors += errors_of(plan, model, modifiers)
+    plan.errors += cross_claims(claims, shared)
+    plan.errors += errors_of(plan, model, claims, modifiers)
     plan.warnings += warnings_of(plan, model, modifiers)
     return plan
 
 
+def _attention_modifier(claims: Sequence[Claim]) -> int:
+    """Return the modifier that quantizes the states of attention."""
+    caching = [c for c in claims if c.config.kv_cache_scheme is not None]
+    targeting = [
+        c
+        for c in claims
+        for scheme in c.groups.values()
+        if scheme.weights is None and scheme.input_activations is not None
+    ]
+    return next((c.modifier for c in [*caching, *targeting, *claims]), 0)
+
+
 def _refuse_slow_patterns(
-    model: Any, config: QuantizationConfig, modifiers: Sequence[Modifier]
+    model: Any, claims: Sequence[Claim], modifiers: Sequence[Modifier]
 ) -> None:
     """Raise before anything is matched: an expression that backtracks for years cannot be ended."""
-    patterns = [t for s in config.config_groups.values() for t in s.targets] + [*config.ignore]
-    for modifier in modifiers:
-        more = getattr(modifier, "sequential_targets", None) or ()
-        patterns += [*modifier.targets, *modifier.ignore, *more]
+    patterns = [t for c in claims for s in c.groups.values() for t in s.targets]
+    patterns += [pattern for claim in claims for pattern in claim.config.ignore]
+    patterns += [pattern for modifier in modifiers for pattern in modifier.patterns()]
     names = [name for name, _ in model.named_modules()]
     names += getattr(model, "class_names", {}).values()
     problem = slow_pattern(patterns, names)

@@ -9,29 +9,25 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-from compressed_tensors.utils.match import is_match
 from torch.nn import Embedding, Module
 
-from steelyard.errors import PipelineError, StrategyError
+from steelyard.errors import StrategyError
 from steelyard.formats import stored_as
 from steelyard.formats.tensor_names import SCALE
 from steelyard.fusion import fused_groups, shared_parameters
 from steelyard.kernels.scale_blocks import divides
 from steelyard.model.attention import attention_group, cached_attention
-from steelyard.model.blocks import decoder_layers
 from steelyard.model.matching import by_all_names
 from steelyard.model.model_class import tied_modules
-from steelyard.modifiers import GPTQModifier, IMatrixGatherer, Modifier, QuantizationModifier
-from steelyard.modifiers.importance import gatherers_in
-from steelyard.observers import Observer
+from steelyard.modifiers import Modifier
 from steelyard.observers.helpers import check_strategy
-from steelyard.observers.importance_base import ImportanceObserver
 from steelyard.observers.type_checks import check_type
 from steelyard.plan.divisibility import indivisible_blocks, indivisible_groups
 from steelyard.plan.unmatched import unmatched_ignores, unmatched_targets
 from steelyard.words import count
 
 if TYPE_CHECKING:
+    from steelyard.plan.claims import Claim
     from steelyard.plan.plan import Plan, Planned
 
 __all__ = ["errors_of", "warnings_of"]
@@ -39,36 +35,34 @@ __all__ = ["errors_of", "warnings_of"]
 # Layers that tensor parallelism cuts along their input.
 _ROW_PARALLEL = ("o_proj", "down_proj", "out_proj", "dense", "w2", "fc2", "wo")
 _PARALLEL = (2, 4, 8)
-_IDLE = (
-    "IMatrixGatherer gathers for nothing, since no weight that it targets has an observer that "
-    "uses importance: choose optimal or imatrix_mse as the weight_observer, or leave it out"
-)
 
 
-def errors_of(plan: Plan, model: Any, modifiers: Sequence[Modifier]) -> Iterator[str]:
+def errors_of(
+    plan: Plan, model: Any, claims: Sequence[Claim], modifiers: Sequence[Modifier]
+) -> Iterator[str]:
     """Yield what cannot work."""
     modules = dict(model.named_modules())
     named = by_all_names(model)
-    targets = [t for s in plan.config.config_groups.values() for t in s.targets]
+    quantizing = {claim.modifier for claim in claims}
+    targets = [t for c in claims for scheme in c.groups.values() for t in scheme.targets]
+    ignores = [pattern for claim in claims for pattern in claim.config.ignore]
+    for index, modifier in enumerate(modifiers):
+        if index not in quantizing:
+            kind = f" of {type(modifier).__name__}"
+            yield from unmatched_targets(named, modifier.targets, kind)
+            ignores += modifier.ignore
+        yield from modifier.checks(plan, model)
     yield from unmatched_targets(named, targets)
-    ignores = [*plan.config.ignore, *(i for g in gatherers_in(modifiers) for i in g.ignore)]
     yield from unmatched_ignores(named, ignores)
-    for gatherer in gatherers_in(modifiers):
-        if gatherer.save_to is not None and not _feeds_an_observer(gatherer, plan, modules):
-            yield f"nothing would be saved to {gatherer.save_to}: {_IDLE}"
-        yield from unmatched_targets(named, gatherer.targets, " of IMatrixGatherer")
-    yield from _other_sequences(model, modifiers)
     yield from _unstorable(plan)
     yield from _inputs_alone(plan)
     yield from _unsupported_attention(plan, model, modules)
-    if not plan.quantized and not plan.attention:
+    if claims and not plan.quantized and not plan.attention:
         yield "nothing would be quantized"
     yield from _quantized_token_ids(plan, modules)
     yield from _tied(model, plan)
     yield from _half_fused(modules, plan)
-    bypass = any(
-        isinstance(m, QuantizationModifier) and m.bypass_divisibility_checks for m in modifiers
-    )
+    bypass = any(modifier.allows_padding for modifier in modifiers)
     yield from indivisible_groups(plan, bypass)
     if not bypass:
         yield from indivisible_blocks(plan)
@@ -81,13 +75,8 @@ def errors_of(plan: Plan, model: Any, modifiers: Sequence[Modifier]) -> Iterator
 
 def warnings_of(plan: Plan, model: Any, modifiers: Sequence[Modifier]) -> Iterator[str]:
     """Yield what works, but perhaps not as one thinks."""
-    modules = dict(model.named_modules())
     for modifier in modifiers:
-        if isinstance(modifier, QuantizationModifier):
-            yield from modifier.idle_observers()
-    for gatherer in gatherers_in(modifiers):
-        if gatherer.save_to is None and not _feeds_an_observer(gatherer, plan, modules):
-            yield _IDLE
+        yield from modifier.doubts(plan, model)
     stacked = [left for left in plan.left if len(left.shape) > 2]
     if stacked:
         share = sum(left.nbytes for left in stacked) / max(plan.source_bytes, 1)
@@ -110,39 +99,6 @@ def _inferred_from_names(plan: Plan, model: Any) -> Iterator[str]:
             f"{shown} were taken for Linear from their names alone: {because}. Ignore those that "
             "are not"
         )
-
-
-def _other_sequences(model: Any, modifiers: Sequence[Modifier]) -> Iterator[str]:
-    """`sequential_targets` that are not what runs one after another here."""
-    for modifier in modifiers:
-        if not isinstance(modifier, GPTQModifier) or modifier.sequential_targets is None:
-            continue
-        try:
-            name, layers = decoder_layers(model)
-        except PipelineError:
-            continue
-        layer = layers[0]
-        for target in modifier.sequential_targets:
-            if not is_match(f"{name}.0", layer, target):
-                yield (
-                    f"sequential_targets has {target!r}, but what runs one after another are the "
-                    f"decoder's layers: {type(layer).__name__}, or leave it out"
-                )
-
-
-# -- matching ---------------------------------------------------------------------------------
-
-
-def _feeds_an_observer(gatherer: IMatrixGatherer, plan: Plan, modules: dict[str, Module]) -> bool:
-    for planned in plan.quantized:
-        weights = planned.scheme.weights
-        if weights is None or weights.observer is None:
-            continue
-        observer = Observer.get_value_from_registry(weights.observer)
-        covered = gatherer.covers(planned.name, modules[planned.name])
-        if issubclass(observer, ImportanceObserver) and covered:
-            return True
-    return False
 
 
 # -- types and strategies ---------------------------------------------------------------------

@@ -9,10 +9,10 @@ from typing import Any
 
 from compressed_tensors.quantization import is_preset_scheme
 
+from steelyard.algorithms import Algorithm, algorithm_of, needs_data
 from steelyard.errors import RecipeError
 from steelyard.modifiers import Modifier
 from steelyard.modifiers.check import check_options
-from steelyard.modifiers.importance import gatherers_in
 from steelyard.modifiers.locate import Problem, RecipeText
 from steelyard.recipes.dump import dump_modifiers
 from steelyard.recipes.recipe_forms import RecipeEntry, entries_of, wrong_object
@@ -33,11 +33,14 @@ class Recipe:
     modifiers: list[Modifier]
     text: str
 
+    def algorithms(self) -> list[Algorithm]:
+        """Return a new instance of each modifier's algorithm, in the order of the recipe."""
+        return [algorithm_of(modifier) for modifier in self.modifiers]
+
     @property
     def needs_data(self) -> bool:
         """Whether any modifier needs calibration data."""
-        given = any(gatherer.load_from for gatherer in gatherers_in(self.modifiers))
-        return any(m.needs_activations if given else m.needs_data for m in self.modifiers)
+        return needs_data(self.algorithms())
 
 
 def load_recipe(recipe: Any) -> Recipe:

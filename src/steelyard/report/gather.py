@@ -14,7 +14,7 @@ from typing import Any
 
 from compressed_tensors.quantization import QuantizationArgs
 
-from steelyard.algorithms.module_result import ModuleResult
+from steelyard.algorithms import ModuleResult
 from steelyard.checkpoint.shards import Shards
 from steelyard.engine.result import Result
 from steelyard.formats import format_of

@@ -1,0 +1,250 @@
+"""What a modifier does in a run.
+
+A modifier is a record of options; the algorithm that it names does the work. The engine calls the
+methods below for each block, in this order:
+
+    state = algorithm.begin(block)            before any data
+    algorithm.see(state, seen)                one batch at one module, in the order of the batches
+    algorithm.join(state, block)              after the last batch: statistics of all ranks
+    algorithm.transform(block, state)         change any tensor of the block
+    algorithm.solve(block, state)             choose parameters, round weights
+
+A recipe is a list of algorithms. Those that transform come first, each with passes of its own, so
+that what follows it in the recipe sees the changed block.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import torch
+
+from steelyard.distributed import sendable
+from steelyard.errors import RecipeError, nearest
+from steelyard.modifiers import Modifier
+from steelyard.registry import Registry
+
+if TYPE_CHECKING:
+    from steelyard.algorithms.block import Block
+    from steelyard.model.source import Source
+    from steelyard.plan.plan import Plan
+
+__all__ = ["Algorithm", "ModuleResult", "Needs", "Seen", "algorithm_of", "needs_data"]
+
+Class = TypeVar("Class", bound="type[Algorithm]")
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What an algorithm must be given beside the weights of a block."""
+
+    inputs: bool = False
+    """`see` gets the input of each module, as the place "input"."""
+    outputs: bool = False
+    """`see` gets the output of each module, as the place "output"."""
+    attention: bool = False
+    """`see` gets the states of each attention module, as the places "query", "key" and "value"."""
+    calls: bool = False
+    """`see` gets all arguments that a module is called with, as the place "call"."""
+    originals: bool = False
+    """`block.originals` holds the hidden states of the unquantized model for each batch."""
+    gradients: bool = False
+    """`transform` and `solve` may run `block.forward(i)` with gradients enabled."""
+    activations: bool = False
+    """The schemes have static scales for activations, which observers find."""
+    importance: bool = False
+    """E[x^2] of each input channel, from calibration data or from a file."""
+    passes: int = 1
+    """How often the batches run through the block before `transform` and `solve`."""
+    staged: bool = False
+    """Modules are solved in the order of their calls; each sees the solved ones before it."""
+    propagate: bool = False
+    """Each block gets the output of the quantized blocks before it."""
+
+    @property
+    def data(self) -> bool:
+        """Whether calibration data must run through the model, whatever files hold."""
+        seen = self.inputs or self.outputs or self.attention or self.calls
+        return seen or self.originals or self.gradients or self.activations
+
+    @property
+    def sees(self) -> bool:
+        return self.inputs or self.outputs or self.attention or self.calls
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one batch shows at one place of a block.
+
+    place:   input | output | query | key | value | call
+    modules: names of the modules; several where they share one input
+    value:   (..., features); for a call the pair of its positional and keyword arguments
+    batch:   number of the batch among all batches of the run
+    lane:    number of the partial sum that the batch belongs to; see `kernels.partial_sums`
+    turn:    number of the pass, from 0
+    """
+
+    place: str
+    modules: tuple[str, ...]
+    value: Any
+    batch: int
+    lane: int = 0
+    turn: int = 0
+
+
+@sendable
+@dataclass(frozen=True)
+class ModuleResult:
+    """What a run found for one module.
+
+    error:   squared error of the stored weight, over the sum of squares of the weight
+    tokens:  number of calibration tokens that reached the module
+    details: further figures of the algorithm, in JSON's types; under "figures" those that the
+             report draws (`steelyard.checkpoint.figures`)
+    """
+
+    error: float | None
+    tokens: int
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+class Algorithm:
+    """The base of all algorithms; one instance for each modifier of a recipe.
+
+    modifier: the options, of the class that names this algorithm
+    """
+
+    registry: ClassVar[Registry[type[Algorithm]]] = Registry("algorithm")
+
+    transforms: ClassVar[bool] = False
+    """Whether `transform` changes tensors; set for a subclass that defines it."""
+    streams: ClassVar[bool] = False
+    """Whether weights can be quantized file by file, without the model; observers alone decide."""
+    mergeable: ClassVar[bool] = False
+    """Whether statistics of separate runs add up to those of one run over all data."""
+    rounds_to_nearest: ClassVar[bool] = True
+    """Whether every weight is stored as the code nearest to it."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "transform" in cls.__dict__ and "transforms" not in cls.__dict__:
+            cls.transforms = True
+
+    @classmethod
+    def register(cls, name: str) -> Callable[[Class], Class]:
+        """Return a decorator that registers an algorithm under the name that modifiers give."""
+        return Algorithm.registry.register(name)  # type: ignore[return-value]
+
+    def __init__(self, modifier: Any) -> None:
+        self.modifier = modifier
+
+    @property
+    def needs(self) -> Needs:
+        return Needs()
+
+    # -- one block ----------------------------------------------------------------------------
+
+    def begin(self, block: Block) -> Any:
+        """Return the state for one block, such as `{"largest": Largest()}`."""
+        return {}
+
+    def see(self, state: Any, seen: Seen) -> None:
+        """Add what one batch shows to the state."""
+
+    def flush(self, state: Any) -> None:
+        """Add what was seen and only noted; called while the tensors are still there."""
+
+    def join(self, state: Any, block: Block) -> None:
+        """Join the statistics of all ranks; by default each one of a mapping, as it declares."""
+        if isinstance(state, Mapping):
+            for name in state:
+                state[name].join(block.ranks)
+
+    def transform(self, block: Block, state: Any) -> None:
+        """Change tensors of the block; runs on every rank, which must come to the same values."""
+
+    def solve(self, block: Block, state: Any) -> dict[str, ModuleResult]:
+        """Find parameters and round weights of the modules in `block.mine`."""
+        return {}
+
+    # -- the whole run ------------------------------------------------------------------------
+
+    def memory(self, plan: Plan) -> int:
+        """Return about how many bytes the state of a block takes."""
+        return 0
+
+    def prepare(self, source: Source, plan: Plan, notes: list[str]) -> None:
+        """Read and check files that the modifier names, before any work."""
+
+    def digests(self) -> dict[str, str]:
+        """Return digests of those files; a run resumes only if they match.
+
+        By default that of the file which defines the algorithm, unless it is part of this package.
+        """
+        kind = type(self)
+        if kind.__module__.split(".")[0] == __name__.split(".")[0]:
+            return {}
+        try:
+            text = inspect.getsource(sys.modules[kind.__module__])
+        except (OSError, TypeError, KeyError):  # defined in a notebook
+            return {}
+        return {kind.__qualname__: hashlib.sha256(text.encode()).hexdigest()}
+
+    def importance(self, name: str) -> tuple[torch.Tensor, int] | None:
+        """Return the importance that a file holds for a module: sums of squares, tokens."""
+        return None
+
+    @property
+    def gives_importance(self) -> bool:
+        return False
+
+    def files(self) -> list[tuple[Any, str]]:
+        """Return the files that `save` writes at the end: kind and path."""
+        return []
+
+    def save(self) -> None:
+        """Write those files."""
+
+    def keep(self, path: Path) -> bool:
+        """Write what the run has gathered so far for `save`; return whether there is a file."""
+        return False
+
+    def resume(self, path: Path) -> None:
+        """Read what `keep` wrote."""
+
+    def found(self, names: Collection[str]) -> Any:
+        """Return what this rank has for its modules and the other ranks need; None for nothing."""
+        return None
+
+    def receive(self, found: Any) -> None:
+        """Take what another rank's `found` returned."""
+
+
+def algorithm_of(modifier: Modifier) -> Algorithm:
+    """Return a new instance of the algorithm that a modifier names."""
+    name = type(modifier).algorithm
+    if not name:
+        raise RecipeError(
+            f"{type(modifier).__name__} names no algorithm, so it would do nothing; set "
+            f'`algorithm: ClassVar[str] = "..."` in the class, one of '
+            f"{', '.join(Algorithm.registry.names())} or one of your own"
+        )
+    if name not in Algorithm.registry:
+        raise RecipeError(
+            f"{type(modifier).__name__} names the algorithm {name!r}, which is not registered: "
+            f"{nearest(name, Algorithm.registry.names())}"
+        )
+    return Algorithm.registry.get(name)(modifier)
+
+
+def needs_data(algorithms: Sequence[Algorithm]) -> bool:
+    """Return whether calibration data must run; a file may hold the importance that is needed."""
+    needs = [algorithm.needs for algorithm in algorithms]
+    given = any(algorithm.gives_importance for algorithm in algorithms)
+    return any(each.data or (each.importance and not given) for each in needs)

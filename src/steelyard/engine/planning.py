@@ -1,0 +1,131 @@
+"""The plan of a run: that of the recipe, with what files, data and threads add to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from compressed_tensors.quantization import QuantizationConfig
+from torch.nn import Module
+
+from steelyard.algorithms import Algorithm, needs_data
+from steelyard.distributed import ThreadPool
+from steelyard.engine.run import model_device
+from steelyard.engine.run_options import Options
+from steelyard.engine.stages import BESIDE, holding_budget
+from steelyard.engine.stream import budget_of, jobs_of, restack
+from steelyard.model.class_loading import ONLY_TRANSFORMERS
+from steelyard.model.completeness import missing_parts, random_parameters
+from steelyard.model.source import Source
+from steelyard.plan.plan import Left, Plan, make_plan
+from steelyard.plan.planned_files import planned_loading
+from steelyard.plan.runnable import unrunnable
+from steelyard.recipes import Recipe
+
+__all__ = ["plan_run", "streams"]
+
+
+def streams(options: Options, recipe: Recipe, algorithms: Sequence[Algorithm]) -> bool:
+    """Whether the files alone are enough: no data, and no class that only the model knows."""
+    if isinstance(options.model, Module) or options.pipeline not in ("auto", "datafree"):
+        return False
+    if needs_data(algorithms) or not all(algorithm.streams for algorithm in algorithms):
+        return False
+    configs = [modifier.quantization_config() for modifier in recipe.modifiers]
+    return not any(_names_classes(config) for config in configs if config is not None)
+
+
+def _names_classes(config: QuantizationConfig) -> bool:
+    if config.kv_cache_scheme is not None:  # attention is a matter of classes
+        return True
+    named = [*config.ignore, *(t for s in config.config_groups.values() for t in s.targets)]
+    return bool({name for name in named if name[:1].isupper()} - {"Linear", "Embedding"})
+
+
+def plan_run(
+    options: Options,
+    recipe: Recipe,
+    algorithms: Sequence[Algorithm],
+    source: Source,
+    propagate: bool,
+) -> Plan:
+    """Return what the run will do, what cannot work, and what it costs."""
+    plan = make_plan(source.model, modifiers=recipe.modifiers)
+    files = source.shards
+    if files is not None and streams(options, recipe, algorithms):
+        restack(files, plan)
+        plan.budget = budget_of(files, jobs_of(files, plan))
+    with_data = needs_data(algorithms) and options.statistics is None
+    plan.errors += _taken_names(plan, source)
+    if with_data:
+        plan.errors += unrunnable(source, options.pipeline)
+    plan.errors += missing_parts(source)
+    if not plan.errors:
+        plan.warnings += random_parameters(source)
+        alone = source.config().get("model_type") in ONLY_TRANSFORMERS
+        loading = planned_loading(source, plan.config, plan)
+        (plan.errors if alone else plan.warnings).extend(loading)
+    _note_unknown(plan, source)
+    text = source.model.config.get_text_config()
+    plan.layers = getattr(text, "num_hidden_layers", 1)
+    plan.hidden = getattr(text, "hidden_size", 0)
+    if with_data:
+        _add_costs(plan, options, algorithms, source.model, propagate)
+    return plan
+
+
+def _add_costs(
+    plan: Plan, options: Options, algorithms: Sequence[Algorithm], model: Any, propagate: bool
+) -> None:
+    """Count tokens, passes, and the bytes that batches and statistics hold."""
+    device = model_device(model)
+    staged = propagate and any(algorithm.needs.staged for algorithm in algorithms)
+    passes = max(algorithm.needs.passes for algorithm in algorithms)
+    transforming = sum(a.needs.passes for a in algorithms if a.transforms and a.needs.sees)
+    at_once = ThreadPool.on(device).count * options.batch_size * options.sequence_length  # tokens
+    plan.tokens = options.num_calibration_samples * options.sequence_length  # at most
+    plan.passes = transforming + passes + (0.5 if staged else 1 if propagate else 0)
+    plan.moments = sum(algorithm.memory(plan) for algorithm in algorithms)
+    plan.waiting = _waiting_bytes(plan, holding_budget(device) if staged else BESIDE, at_once)
+
+
+def _waiting_bytes(plan: Plan, budget: int, least: int) -> int:
+    """Return about how much batches hold that wait before the widest module of a layer.
+
+    Beside its input in fp32: the hidden state, the one that flowed in, and the normalized one.
+
+    least: tokens that are on their way whatever the budget, a batch for each thread
+    """
+    widest = max((planned.shape[1] for planned in plan.quantized), default=0)
+    rate = 4 * (3 * plan.hidden + widest)
+    return min(plan.tokens * rate, max(budget, least * rate))
+
+
+def _taken_names(plan: Plan, source: Source) -> list[str]:
+    """Return what is wrong with a source that holds tensors by the names of those to be written."""
+    if source.shards is None or plan.errors:
+        return []
+    found = []
+    for planned in plan.quantized:
+        key = source.module_key(planned.name)
+        taken = [
+            leaf
+            for leaf in planned.tensors
+            if leaf != "weight" and f"{key}.{leaf}" in source.shards
+        ]
+        if taken:
+            found.append(
+                f"{key}.{taken[0]} is in {source.shards.folder} already; give the checkpoint that "
+                "it was made from, or ignore the module"
+            )
+    return found
+
+
+def _note_unknown(plan: Plan, source: Source) -> None:
+    """List the tensors of the files that the model class does not know: they are copied."""
+    for name in source.unknown():
+        assert source.shards is not None
+        info = source.shards.info(name)
+        plan.source_bytes += info.nbytes
+        reason = f"no part of {type(source.model).__name__}, copied"
+        plan.left.append(Left(name.removesuffix(".weight"), info.shape, info.nbytes, reason))

@@ -1,0 +1,96 @@
+"""The options of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from steelyard.data.limits import check_numbers
+from steelyard.errors import DataError, nearest
+
+__all__ = ["PIPELINES", "UNCALIBRATED", "Options"]
+
+PIPELINES = ("auto", "sequential", "basic", "datafree")
+UNCALIBRATED = ("error", "weights-only")
+MAX_SEQ_LENGTH = 2048
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What `oneshot` takes."""
+
+    model: Any
+    """A folder, a name on the hub, or a loaded module, which is changed in place."""
+    recipe: Any = None
+    """A .yaml file, YAML text, a modifier or a list of modifiers: see `load_recipe`."""
+    dataset: Any = None
+    """Calibration data, where the recipe needs some: see `steelyard.data.samples.load_samples`."""
+    output_dir: str | Path | None = None
+    """Folder for the checkpoint; not needed for a loaded module, or to save only statistics."""
+    tokenizer: Any = None
+    """Tokenizer, or its folder; None takes that of the model."""
+    processor: Any = None
+    """The same, by the name that it has for models of images or audio."""
+    num_calibration_samples: int = 512
+    """At most so many samples of the dataset."""
+    max_seq_length: int | None = MAX_SEQ_LENGTH
+    """At most so many tokens of each sample; None for 2048."""
+    batch_size: int = 1
+    """Samples that run through the model at once."""
+    text_column: str = "text"
+    """Column of the dataset that holds the text."""
+    splits: str | None = None
+    """Split of the dataset, such as "train[:512]"."""
+    shuffle_calibration_samples: bool = True
+    """Take samples in random order; False takes the first ones."""
+    seed: int = 0
+    """Seed of that order."""
+    pipeline: str = "auto"
+    """sequential (layer by layer), basic (the whole model at once), or datafree (file by file);
+    auto takes datafree where no data is needed, else sequential."""
+    propagate_error: bool | None = None
+    """Give each layer the output of the quantized layers before it, at the cost of a second pass
+    unless an algorithm solves modules on the way; None does so where an algorithm asks for it."""
+    uncalibrated: str = "error"
+    """What to do with a module that no token reached: error, or weights-only."""
+    save_statistics: str | Path | None = None
+    """File for the statistics of all observers: see `steelyard.engine.statistics`."""
+    statistics: str | Path | None = None
+    """Such a file, instead of a dataset."""
+    overwrite: bool = False
+    """Replace a checkpoint in `output_dir`."""
+    resume: bool = True
+    """Resume an unfinished run for the same output; False starts anew."""
+    dry_run: bool = False
+    """Stop after the plan."""
+    model_revision: str | None = None
+    """Revision of a model on the hub."""
+    trust_remote_code_model: bool = False
+    """Run code that the checkpoint brings along."""
+    show_progress: bool | None = None
+    """Show plan and progress; None does so on a terminal."""
+
+    def check(self) -> None:
+        """Raise for values that no run can have."""
+        _one_of("pipeline", self.pipeline, PIPELINES)
+        _one_of("uncalibrated", self.uncalibrated, UNCALIBRATED)
+        check_numbers(
+            num_calibration_samples=self.num_calibration_samples,
+            max_seq_length=self.sequence_length,
+            batch_size=self.batch_size,
+            seed=self.seed,
+        )
+
+    def refuse_two_sources(self) -> None:
+        if self.statistics is not None and self.dataset is not None:
+            raise DataError("statistics= is taken instead of data: leave dataset out")
+
+    @property
+    def sequence_length(self) -> int:
+        return MAX_SEQ_LENGTH if self.max_seq_length is None else self.max_seq_length
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} is not known: {nearest(str(value), allowed)}")

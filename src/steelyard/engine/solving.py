@@ -1,0 +1,290 @@
+"""Solves a calibrated block: quantization parameters, rounded weights, modules without tokens.
+
+Several ranks each solve the weights assigned to them, and send the others what they found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+from compressed_tensors.utils.match import is_match
+from torch.nn import Module, Parameter
+
+from steelyard.algorithms import Algorithm, Block, ModuleResult, needs_data
+from steelyard.distributed import Ranks, ThreadPool
+from steelyard.engine.assignment import of_weight, owners_of
+from steelyard.engine.result import Result
+from steelyard.engine.statistics import RunStatistics
+from steelyard.engine.work import Work
+from steelyard.errors import CalibrationError
+from steelyard.observers.calibration import Calibration
+from steelyard.observers.lifecycle import observed_tokens
+from steelyard.words import count
+
+__all__ = ["Solver"]
+
+
+class Solver:
+    """The algorithms of a run, and the modules that they could not solve.
+
+    uncalibrated: what becomes of modules that no token reached, "error" or "weights-only"
+    resumable:    whether a run that ends in an error can be resumed
+    """
+
+    def __init__(
+        self,
+        algorithms: Sequence[Algorithm],
+        result: Result,
+        statistics: RunStatistics,
+        uncalibrated: str,
+        resumable: bool,
+        device: torch.device,
+        ranks: Ranks,
+        pool: ThreadPool,
+    ) -> None:
+        self.algorithms = list(algorithms)
+        self.result = result
+        self.statistics = statistics
+        self.uncalibrated = uncalibrated
+        self.resumable = resumable
+        self.device = device
+        self.ranks = ranks
+        self.pool = pool
+        self.unseen: list[str] = []
+        self.weights_only_schemes: dict[str, QuantizationScheme] = {}
+        plan = result.plan
+        self._claims = {planned.name: planned.modifier for planned in plan.quantized}
+        self._claims |= dict.fromkeys(plan.attention, plan.attention_modifier)
+        self._quantizing = {
+            index
+            for index, algorithm in enumerate(self.algorithms)
+            if algorithm.modifier.quantization_config() is not None
+        }
+
+    # -- who works on what --------------------------------------------------------------------
+
+    def needs(self, name: str) -> bool:
+        """Whether any algorithm needs something: a field of `Needs`."""
+        return any(getattr(algorithm.needs, name) for algorithm in self.algorithms)
+
+    @property
+    def passes(self) -> int:
+        return max(algorithm.needs.passes for algorithm in self.algorithms)
+
+    @property
+    def transforms(self) -> list[Algorithm]:
+        return [algorithm for algorithm in self.algorithms if algorithm.transforms]
+
+    def block(
+        self,
+        name: str,
+        root: Module,
+        without: Module | None,
+        calibration: Calibration | None,
+        **more: Any,
+    ) -> Block:
+        """Return a block with all of its modules; `part` gives an algorithm those of its own."""
+        left_out = set() if without is None else set(without.modules())
+        within = {
+            f"{name}.{path}".strip("."): module
+            for path, module in root.named_modules()
+            if module not in left_out
+        }
+        schemes = {} if calibration is None else calibration.modules
+        return Block(
+            name,
+            root,
+            within,
+            calibration=calibration,
+            owners=owners_of(schemes, self.ranks.count),
+            ranks=self.ranks,
+            pool=self.pool,
+            device=self.device,
+            notes=self.result.notes,
+            **more,
+        )
+
+    def _claimed(self, algorithm: Algorithm, modules: Mapping[str, Module]) -> list[str]:
+        """Return the modules that an algorithm solves, or that its targets match."""
+        index = self.algorithms.index(algorithm)
+        if index in self._quantizing:
+            return [name for name in modules if self._claims.get(name) == index]
+        return self._matched(algorithm, modules)
+
+    def _matched(self, algorithm: Algorithm, modules: Mapping[str, Module]) -> list[str]:
+        modifier = algorithm.modifier
+        return [
+            name
+            for name, module in modules.items()
+            if name and is_match(name, module, modifier.targets, modifier.ignore)
+        ]
+
+    def begin(self, block: Block) -> Work:
+        """Start to calibrate and solve a block, before any data."""
+        solving = [
+            algorithm
+            for index, algorithm in enumerate(self.algorithms)
+            if index in self._quantizing or not algorithm.transforms
+        ]
+        modules = block.calibration.modules
+        work = Work([(each, block.part(self._claimed(each, modules))) for each in solving])
+        block.calibration.drop_unweighed()
+        return work
+
+    def begin_transform(self, algorithm: Algorithm, block: Block) -> Work | None:
+        """Start to transform a block; None where no target of the modifier is in it."""
+        names = self._matched(algorithm, block.within)
+        return Work([(algorithm, block.part(names))], transforming=True) if names else None
+
+    # -- solving ------------------------------------------------------------------------------
+
+    def solve(self, block: Block, work: Work) -> dict[str, ModuleResult]:
+        """After all data: find the parameters of the modules, and round their weights."""
+        ranks, calibration = self.ranks, block.calibration
+        modules = calibration.modules
+        calibration.sync(ranks)
+        self.statistics.exchange(calibration, self.device)
+        work.join()
+        work.transform()
+        if self.statistics.only:
+            return {name: ModuleResult(None, observed_tokens(m)) for name, m in modules.items()}
+        self._note_unseen(calibration)
+        known = len(self.result.notes)
+        found = work.solve()
+        self._note_unweighed(calibration)
+        if ranks.count > 1:
+            found.update(self._exchange(block, found, known))
+        return found
+
+    def _exchange(
+        self, block: Block, found: Mapping[str, ModuleResult], known: int
+    ) -> dict[str, ModuleResult]:
+        """Send the other ranks what was found for the weights of this one, and take theirs.
+
+        known: how many notes there were before
+        """
+        notes, modules = self.result.notes, block.calibration.modules
+        mine = [name for name in modules if block.owners[name] == self.ranks.rank]
+        own = {
+            name: (of_weight(modules[name], f"{name}.weight" in block.changed), found[name])
+            for name in mine
+        }
+        more = [algorithm.found(mine) for algorithm in self.algorithms]
+        results: dict[str, ModuleResult] = {}
+        for rank, (news, told, others) in enumerate(self.ranks.gather((own, notes[known:], more))):
+            if rank == self.ranks.rank:
+                continue
+            notes += told
+            for name, (tensors, result) in news.items():
+                for leaf, value in tensors.items():
+                    tensor = value.to(self.device)
+                    modules[name].register_parameter(leaf, Parameter(tensor, requires_grad=False))
+                results[name] = result
+            for algorithm, theirs in zip(self.algorithms, others, strict=True):
+                if theirs is not None:
+                    algorithm.receive(theirs)
+        return results
+
+    # -- modules without tokens ---------------------------------------------------------------
+
+    def unrecoverable(self) -> list[str]:
+        """Return the modules that saw no token and have no weights to fall back to."""
+        if self.uncalibrated == "error" and not self.resumable:
+            return self.unseen
+        return [name for name in self.unseen if name not in self.weights_only_schemes]
+
+    def _note_unseen(self, calibration: Calibration) -> None:
+        for name in calibration.unseen():
+            self.unseen.append(name)
+            module: Any = calibration.modules[name]
+            scheme = module.quantization_scheme.model_copy(
+                update={"input_activations": None, "output_activations": None}
+            )
+            # with a folder it is kept, so that a run which ends in an error can be resumed
+            goes_on = self.uncalibrated == "weights-only" or self.resumable
+            if goes_on and scheme.weights is not None:
+                module.quantization_scheme = scheme
+                self.weights_only_schemes[name] = scheme
+                for parameter in [p for p in module._parameters if _of_activations(p)]:
+                    del module._parameters[parameter]
+
+    def _note_unweighed(self, calibration: Calibration) -> None:
+        if not needs_data(self.algorithms):
+            return
+        for name, _, observer in calibration.observers():
+            reason = getattr(observer, "fallback_reason", None)
+            if reason is not None:
+                self.result.notes.append(f"{name}: its columns weigh alike, since {reason}")
+
+    @property
+    def uncalibrated_modules(self) -> list[str]:
+        """The modules that saw no token, and may not be stored without activations."""
+        allowed = self.weights_only_schemes if self.uncalibrated == "weights-only" else ()
+        return [name for name in self.unseen if name not in allowed]
+
+    def require_all(self, kept: bool) -> None:
+        """Raise if some modules saw no token.
+
+        kept: whether the journal keeps the calibrated ones
+        """
+        if not self.uncalibrated_modules:
+            return
+        shown = "\n".join(f"  - {name}" for name in self.uncalibrated_modules)
+        again = " What was calibrated is kept, and need not be again if you choose the second."
+        raise CalibrationError(
+            f"{count(len(self.uncalibrated_modules), 'module')} saw no token of the calibration "
+            f"data, so no scale is known:\n{shown}\nUse more samples, or "
+            'uncalibrated="weights-only" to quantize only their weights, or add them to ignore.'
+            f"{again if kept else ''}"
+        )
+
+    def final_config(
+        self,
+        config: QuantizationConfig,
+        stored_name: Callable[[str], str],
+        class_name: Callable[[str], str],
+    ) -> QuantizationConfig:
+        """Return the config that the checkpoint gets; modules of a scheme of their own by name.
+
+        stored_name: what the files call a module
+        class_name:  what the class that will be loaded calls it
+        """
+        groups = {
+            name: _by_both_names(scheme, self._claims, stored_name, class_name)
+            for name, scheme in config.config_groups.items()
+        }
+        by_scheme: dict[str, list[str]] = {}
+        for name, scheme in self.weights_only_schemes.items():
+            by_scheme.setdefault(scheme.model_dump_json(exclude={"targets"}), []).append(name)
+        extra = {}
+        for i, names in enumerate(by_scheme.values()):
+            scheme = self.weights_only_schemes[names[0]]
+            # vLLM starts from the names in the files, transformers from those of its class
+            targets = list(dict.fromkeys([*map(stored_name, names), *map(class_name, names)]))
+            extra[f"weights_only_{i}"] = scheme.model_copy(update={"targets": targets})
+            self.result.notes.append(
+                f"{count(len(names), 'module')} saw no token; only their weights are quantized: "
+                + ", ".join(names)
+            )
+        return config.model_copy(update={"config_groups": {**extra, **groups}})
+
+
+def _of_activations(parameter: str) -> bool:
+    return parameter.startswith(("input_", "output_"))
+
+
+def _by_both_names(
+    scheme: QuantizationScheme,
+    modules: Collection[str],
+    stored_name: Callable[[str], str],
+    class_name: Callable[[str], str],
+) -> QuantizationScheme:
+    """Return a scheme whose targets name modules as the files do, and as the class does."""
+    targets: list[str] = []
+    for target in scheme.targets:
+        names = [stored_name(target), class_name(target)] if target in modules else []
+        targets += [name for name in dict.fromkeys([target, *names]) if name not in targets]
+    return scheme if targets == scheme.targets else scheme.model_copy(update={"targets": targets})
