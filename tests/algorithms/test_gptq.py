@@ -19,8 +19,8 @@ from steelyard.algorithms import Algorithm, Block, Needs, Seen, algorithm_of
 from steelyard.checkpoint import CheckpointWriter
 from steelyard.distributed import ThreadPool
 from steelyard.engine import passes
+from steelyard.engine.block_work import Moment, Work
 from steelyard.engine.passes import Passes
-from steelyard.engine.work import Moment, Work
 from steelyard.errors import RecipeError
 from steelyard.kernels.gptq_rounding import solve
 from steelyard.modifiers import GPTQModifier, IMatrixGatherer, QuantizationModifier

@@ -12,7 +12,7 @@ from steelyard.algorithms.block import Block
 from steelyard.algorithms.gptq import GPTQ
 from steelyard.algorithms.importance import GatherImportance
 from steelyard.algorithms.nearest import Nearest
-from steelyard.algorithms.statistics import ExactSum, Largest, Smallest, Statistic
+from steelyard.algorithms.reductions import ExactSum, Largest, Smallest, Statistic
 
 __all__ = [
     "GPTQ",

@@ -20,9 +20,9 @@ from torch.nn import Module
 
 from steelyard.algorithms import Block, ModuleResult, Seen
 from steelyard.distributed import ThreadPool
+from steelyard.engine.block_work import Moment, Work
 from steelyard.engine.solving import Solver
 from steelyard.engine.stages import BESIDE, Staged, at_once, find_stages, holding_budget
-from steelyard.engine.work import Moment, Work
 from steelyard.fusion import fused_groups
 from steelyard.model.early_stop import StopAfter
 from steelyard.model.source import computing_in, rounded_once

@@ -16,9 +16,9 @@ from torch.nn import Module, Parameter
 from steelyard.algorithms import Algorithm, Block, ModuleResult, needs_data
 from steelyard.distributed import Ranks, ThreadPool
 from steelyard.engine.assignment import of_weight, owners_of
+from steelyard.engine.block_work import Work
 from steelyard.engine.result import Result
 from steelyard.engine.statistics import RunStatistics
-from steelyard.engine.work import Work
 from steelyard.errors import CalibrationError
 from steelyard.observers.calibration import Calibration
 from steelyard.observers.lifecycle import observed_tokens
