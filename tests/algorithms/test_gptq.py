@@ -28,8 +28,6 @@ from steelyard.modifiers.gptq import _stores_groups
 from steelyard.observers.hessians import Hessians
 from steelyard.recipes import load_recipe
 
-pytestmark = pytest.mark.filterwarnings("ignore")
-
 SEED = """
 quantization_stage:
   quantization_modifiers:

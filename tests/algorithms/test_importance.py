@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import read, small_model, token_batches
+from families import read, token_batches
 from interruption import Stop, stop_at_mark
 from safetensors.torch import save_file
 from torch.testing import assert_close
@@ -18,20 +18,11 @@ from steelyard.errors import CheckpointError, ImportanceError, PlanError
 from steelyard.modifiers import GPTQModifier, IMatrixGatherer, QuantizationModifier
 from steelyard.observers.importance_file import load_importance, merge_importance, save_importance
 
-pytestmark = pytest.mark.filterwarnings("ignore")
-
 
 def int3(**options: Any) -> QuantizationModifier:
     args = {"num_bits": 3, "strategy": "group", "group_size": 32, "observer": "optimal"}
     groups = {"group_0": {"targets": ["Linear"], "weights": {**args, **options}}}
     return QuantizationModifier(config_groups=groups, ignore=["lm_head"])
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "m"
-    small_model("llama").save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,6 @@ from steelyard import oneshot
 from steelyard.checkpoint.figures import BINS, SAMPLE, SCALE_BINS, figures_of
 from steelyard.modifiers import GPTQModifier, QuantizationModifier
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-
 GROUPS = {"num_bits": 4, "strategy": "group", "group_size": 32}
 E4M3 = "torch.float8_e4m3fn"
 WEIGHTS: dict[str, dict[str, Any]] = {

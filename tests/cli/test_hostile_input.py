@@ -58,7 +58,6 @@ def quantized(workplace: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return folder
 
 
-@pytest.mark.filterwarnings("ignore")  # transformers' own on odd settings
 @pytest.mark.parametrize(
     ("file", "command"),
     [

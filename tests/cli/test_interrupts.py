@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -100,33 +100,40 @@ def test_other_dropped_exceptions_are_reported(reported: list[Any]) -> None:
     assert reported == [ValueError]
 
 
-def test_cleaning_up_is_not_interrupted() -> None:
-    steps = []
+def interrupted(clean_up: Callable[[], None]) -> None:
     with pytest.raises(KeyboardInterrupt), interruptible():
         try:
             os.kill(os.getpid(), signal.SIGINT)
             wait()
         finally:
-            wait(0.7)
-            try:
-                raise ValueError
-            except ValueError:
-                wait(0.5)
-            steps.append("cleaned up")
+            clean_up()
+
+
+def test_cleaning_up_is_not_interrupted() -> None:
+    steps = []
+
+    def clean_up() -> None:
+        wait(0.7)
+        try:
+            raise ValueError
+        except ValueError:
+            wait(0.5)
+        steps.append("cleaned up")
+
+    interrupted(clean_up)
     assert steps == ["cleaned up"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_second_interrupt_ends_the_cleaning_up() -> None:
     steps = []
-    with pytest.raises(KeyboardInterrupt), interruptible():
-        try:
-            os.kill(os.getpid(), signal.SIGINT)
-            wait()
-        finally:
-            os.kill(os.getpid(), signal.SIGINT)
-            wait()
-            steps.append("cleaned up")
+
+    def clean_up() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        wait()
+        steps.append("cleaned up")
+
+    interrupted(clean_up)
     assert steps == []
 
 

@@ -21,7 +21,6 @@ def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         Path(f"{name}.jsonl").write_text("".join(rows[start:stop]))
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_parts_are_the_whole(steelyard: Command, model: Path, texts: None, tmp_path: Path) -> None:
     given = ("--scheme", "FP8")
     for part in ("first", "second"):
@@ -46,7 +45,6 @@ def test_parts_are_the_whole(steelyard: Command, model: Path, texts: None, tmp_p
         assert_same_tensors(tmp_path / "only-first", tmp_path / "at-once")
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_mistakes_are_told_without_a_trace(
     steelyard: Command, model: Path, texts: None, tmp_path: Path
 ) -> None:
@@ -67,7 +65,6 @@ def test_mistakes_are_told_without_a_trace(
     assert "Traceback" not in answer.err and not (tmp_path / "q").exists()
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_other_files_are_not_replaced(
     steelyard: Command, model: Path, texts: None, tmp_path: Path
 ) -> None:

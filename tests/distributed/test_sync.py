@@ -21,6 +21,7 @@ from compressed_tensors.quantization import (
     QuantizationScheme,
     apply_quantization_config,
 )
+from nvfp4 import nvfp4
 from torch import distributed as dist
 from torch.testing import assert_close
 from world import start as start_world
@@ -38,14 +39,7 @@ from steelyard.observers.calibration import Calibration
 WIDTH = 32
 ARGS = {
     "tensor": QuantizationArgs(num_bits=8, strategy="tensor"),
-    "tensor_group": QuantizationArgs(
-        num_bits=4,
-        type="float",
-        strategy="tensor_group",
-        group_size=16,
-        scale_dtype=torch.float8_e4m3fn,
-        zp_dtype=torch.float8_e4m3fn,
-    ),
+    "tensor_group": nvfp4(),
 }
 WORLDS = (2, 3, 4)
 # observations on each rank: alike, uneven, and with ranks that saw nothing
@@ -314,7 +308,6 @@ def test_ranks_end_as_one_observer_of_all_data(name: str, strategy: str, ranks: 
         assert_same(records[0], expected, rtol=0, atol=0)
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_expert_that_one_rank_saw_is_calibrated_on_all(ranks: Any) -> None:
     world = len(ranks)
     shared = torch.stack([batch(rank, 0).abs().max() for rank in range(world)]).max()

@@ -44,7 +44,7 @@ def command_for(
         command = [*torchrun, "--master-port", port, *command]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
-    return [sys.executable, "-W", "ignore", *command], environment
+    return [sys.executable, *command], environment
 
 
 def quantize(model: Path, text: Path, output: Path, ranks: int) -> subprocess.CompletedProcess[str]:

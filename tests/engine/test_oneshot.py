@@ -19,7 +19,6 @@ from steelyard.modifiers import IMatrixGatherer, QuantizationModifier
 from steelyard.recipes import load_recipe
 
 FP8 = torch.float8_e4m3fn
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
 def group(name: str, **activation: Any) -> dict[str, Any]:
@@ -81,7 +80,6 @@ def logits(model: Any) -> torch.Tensor:
     return model(token_batches(seed=9)[0]).logits
 
 
-@pytest.mark.filterwarnings("ignore")  # transformers' and compressed-tensors' own, on loading
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_loaded_checkpoint_equals_the_fake_quantized_model(
     scheme: str, folder: Path, tmp_path: Path
@@ -227,7 +225,6 @@ def test_quantized_source_is_refused(folder: Path, tmp_path: Path) -> None:
         oneshot(tmp_path / "q", modifier, None, tmp_path / "again")
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_whole_model_pass_agrees_with_layer_by_layer(folder: Path, tmp_path: Path) -> None:
     modifier = QuantizationModifier(ignore=["lm_head"], **group("group_0"))
     oneshot(folder, modifier, token_batches(), tmp_path / "layers")
@@ -235,7 +232,6 @@ def test_whole_model_pass_agrees_with_layer_by_layer(folder: Path, tmp_path: Pat
     assert_close(read(tmp_path / "layers"), read(tmp_path / "whole"), rtol=0, atol=0)
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_output_projection_can_be_calibrated_too(folder: Path, tmp_path: Path) -> None:
     oneshot(folder, QuantizationModifier(**group("group_0")), token_batches(), tmp_path / "q")
     written = read(tmp_path / "q")
@@ -309,7 +305,6 @@ def test_mistyped_choices_are_named(name: str, folder: Path, tmp_path: Path) -> 
         )
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_save_pretrained_of_a_quantized_module_writes_the_checkpoint(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -324,7 +319,6 @@ def test_save_pretrained_of_a_quantized_module_writes_the_checkpoint(
     assert_close(logits(loaded), logits(model), rtol=0, atol=0)
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_propagated_error_reaches_the_layers_behind(folder: Path, tmp_path: Path) -> None:
     modifier = rtn("W2A16" if "W2A16" in PRESET_SCHEMES else "W4A16", weight_observer="optimal")
     recipe = [IMatrixGatherer(), modifier]
@@ -337,7 +331,6 @@ def test_propagated_error_reaches_the_layers_behind(folder: Path, tmp_path: Path
     assert any("layers.1" in name for name in differing)
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("given", ["folder", "module"])
 def test_stacked_experts_keep_the_names_of_the_source(given: str, tmp_path: Path) -> None:
     """transformers joins experts on loading; the file holds them one by one."""
@@ -362,7 +355,6 @@ def test_stacked_experts_keep_the_names_of_the_source(given: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma3", "mistral", "phi3", "opt"])
-@pytest.mark.filterwarnings("ignore")
 def test_families(family: str, tmp_path: Path) -> None:
     """Static activations, from a folder, loaded by transformers."""
     model = small_model(family)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import multiprocessing
 import os
 import random
 import signal
@@ -15,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 from families import small_model, token_batches
-from interruption import Stop, lasting, stop_at_mark
+from forked import start_forked
+from interruption import Stop, lasting, small_steps, stop_at_mark
 from safetensors.torch import save_file
 
 from steelyard import oneshot
@@ -27,10 +27,6 @@ from steelyard.errors import CalibrationError, CheckpointError
 from steelyard.modifiers import QuantizationModifier
 from steelyard.observers.calibration import Calibration
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-
-SPAWN = multiprocessing.get_context("forkserver")  # imports once, then forks
-SPAWN.set_forkserver_preload(["steelyard.engine.oneshot", "transformers.models.llama"])
 STATIC = {
     "targets": ["Linear"],
     "weights": {"num_bits": 8, "strategy": "channel"},
@@ -48,18 +44,9 @@ def recipe(kind: str) -> QuantizationModifier:
 
 def run(source: Path, out: Path, kind: str, **options: Any) -> Any:
     """Quantize, with a mark after every step and shards of a few tensors."""
-    CheckpointWriter.mark_seconds = 0.0
-    CheckpointWriter.__init__.__kwdefaults__["max_shard_bytes"] = 100_000
     data = None if kind == "stream" else token_batches()
-    return oneshot(source, recipe(kind), data, out, **options)
-
-
-@pytest.fixture(autouse=True)
-def defaults() -> Any:
-    before = CheckpointWriter.mark_seconds, dict(CheckpointWriter.__init__.__kwdefaults__)
-    yield
-    CheckpointWriter.mark_seconds = before[0]
-    CheckpointWriter.__init__.__kwdefaults__.update(before[1])
+    with small_steps():
+        return oneshot(source, recipe(kind), data, out, **options)
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +65,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def expected(source: Path, kind: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     out = tmp_path_factory.mktemp("undisturbed") / "out"
-    process = SPAWN.Process(target=run, args=(source, out, kind))
-    process.start()
+    process = start_forked(run, source, out, kind)
     process.join()
     assert process.exitcode == 0
     return contents(out)
@@ -137,8 +123,7 @@ def test_killed_at_any_moment(
 
 
 def spawn(source: Path, out: Path, kind: str, kill_after: float | None = None) -> int:
-    process = SPAWN.Process(target=run, args=(source, out, kind))
-    process.start()
+    process = start_forked(run, source, out, kind)
     process.join(kill_after)
     if process.is_alive():
         process.kill()

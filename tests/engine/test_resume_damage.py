@@ -20,17 +20,14 @@ from typing import Any
 
 import pytest
 from families import small_model, token_batches
-from interruption import Stop, lasting, stop_at_mark
+from interruption import Stop, lasting, small_steps, stop_at_mark
 
 from steelyard import kernels, oneshot
-from steelyard.checkpoint import CheckpointWriter
 from steelyard.checkpoint.journal import journal_text, read_journal
 from steelyard.engine.identity import sampled_digest
 from steelyard.engine.mark import Mark
 from steelyard.errors import CheckpointError
 from steelyard.modifiers import IMatrixGatherer, QuantizationModifier
-
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 KINDS = ("stream", "layers")
 STATIC = {
@@ -43,26 +40,22 @@ STATIC = {
 def run(source: Path, folder: Path, kind: str) -> Any:
     """Quantize to folder/out, with a mark after every step; save all that a run can save."""
     folder.mkdir(exist_ok=True)
-    CheckpointWriter.mark_seconds = 0.0
-    CheckpointWriter.__init__.__kwdefaults__["max_shard_bytes"] = 100_000
     if kind == "stream":
         plain = QuantizationModifier(scheme="NVFP4A16", ignore=["lm_head"])
-        return oneshot(source, plain, None, folder / "out")
+        with small_steps():
+            return oneshot(source, plain, None, folder / "out")
     recipe = [
         IMatrixGatherer(ignore=["lm_head"], save_to="importance.safetensors"),
         QuantizationModifier(config_groups={"group_0": STATIC}, ignore=["lm_head"]),
     ]
     kept = folder / "statistics.safetensors"
-    return oneshot(source, recipe, token_batches(), folder / "out", save_statistics=kept)
+    with small_steps():
+        return oneshot(source, recipe, token_batches(), folder / "out", save_statistics=kept)
 
 
 @pytest.fixture(autouse=True)
-def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # where importance is saved
-    before = CheckpointWriter.mark_seconds, dict(CheckpointWriter.__init__.__kwdefaults__)
-    yield
-    CheckpointWriter.mark_seconds = before[0]
-    CheckpointWriter.__init__.__kwdefaults__.update(before[1])
 
 
 @pytest.fixture(scope="module")
@@ -432,7 +425,7 @@ def test_another_processor_kind(
 def test_processor_kind_that_torch_sees() -> None:
     code = "from steelyard.model.processor import processor; print(processor()['torch'])"
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": "default"}
-    command = [sys.executable, "-W", "ignore", "-c", code]
+    command = [sys.executable, "-c", code]
     found = subprocess.run(
         command, env=environment, capture_output=True, text=True, check=True
     ).stdout

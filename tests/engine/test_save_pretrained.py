@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,6 @@ from steelyard.errors import CheckpointError, PlanError
 from steelyard.formats import format_of
 from steelyard.modifiers import GPTQModifier, QuantizationModifier
 from steelyard.recipes import load_recipe
-
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
 STATES = {"num_bits": 8, "type": "float", "strategy": "tensor", "observer": "static_minmax"}
@@ -40,11 +37,9 @@ def logits(model: Any) -> torch.Tensor:
 
 
 def loaded(folder: Path) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # transformers' and compressed-tensors' own
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-        logits(model)  # decompresses
-        return model
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    logits(model)  # decompresses
+    return model
 
 
 def config_of(folder: Path) -> dict[str, Any]:
@@ -117,7 +112,6 @@ FORMATS = (
 )
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("scheme", ["W4A16", "W8A8", "FP8_DYNAMIC", "NVFP4A16", "MXFP4A16"])
 def test_chosen_format_is_written_and_loads_or_is_refused(scheme: str, tmp_path: Path) -> None:
     """Whatever is accepted gives the same logits in transformers."""
@@ -159,7 +153,6 @@ def test_unknown_format_is_named(name: str, said: str, tmp_path: Path) -> None:
 # -- not compressed -------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("way", ["W4A16", "NVFP4A16", "W4A16_ASYM", "GPTQ", "dense"])
 def test_uncompressed_is_an_ordinary_model_with_rounded_weights(way: str, tmp_path: Path) -> None:
     original = read_plain(tmp_path / "plain")
@@ -241,7 +234,6 @@ def test_attention_of_some_layers_alone_is_refused_in_the_plan() -> None:
 # -- other options --------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("error")
 def test_options_of_llm_compressor_and_transformers_are_taken(tmp_path: Path) -> None:
     model = quantized(scheme="W8A8")
     model.save_pretrained(

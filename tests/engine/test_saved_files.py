@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from families import small_model, token_batches
+from families import token_batches
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
@@ -25,15 +25,6 @@ from steelyard.errors import (
 )
 from steelyard.modifiers import IMatrixGatherer, QuantizationModifier
 from steelyard.observers.importance_file import load_importance, save_importance
-
-pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "m"
-    small_model("llama").save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

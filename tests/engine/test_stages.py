@@ -33,8 +33,6 @@ from steelyard.kernels.gptq_rounding import activation_order, solve
 from steelyard.modifiers import GPTQModifier, IMatrixGatherer, QuantizationModifier
 from steelyard.observers.padding import real_tokens, without_padding
 
-pytestmark = pytest.mark.filterwarnings("ignore")
-
 UNLIMITED = 1 << 50
 STAGES = [
     ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],

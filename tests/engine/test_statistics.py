@@ -32,9 +32,10 @@ from steelyard.errors import (
 from steelyard.modifiers import GPTQModifier, IMatrixGatherer, QuantizationModifier
 from steelyard.observers import Observer
 
-pytestmark = pytest.mark.filterwarnings("ignore")
-
 NAME = "model.layers.1.mlp.down_proj"
+pytestmark = pytest.mark.filterwarnings(  # parts are small here
+    "ignore:calibrating on .* tokens only:steelyard.errors.CalibrationWarning"
+)
 
 
 def static(observer: str, bits: int = 8, **scheme: Any) -> QuantizationModifier:
@@ -113,13 +114,6 @@ def contents(folder: Path) -> dict[str, bytes]:
 def content_of(path: Path) -> dict[str, Any]:
     with safe_open(path, "pt") as file:
         return dict(json.loads(file.metadata()["steelyard"]))
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "m"
-    small_model("llama").save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

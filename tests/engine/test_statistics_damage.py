@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import small_model, token_batches
+from families import token_batches
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -21,8 +21,6 @@ from steelyard.errors import StatisticsError
 from steelyard.modifiers import IMatrixGatherer, QuantizationModifier
 from steelyard.observers import Observer
 from steelyard.observers.observer_state import load, save
-
-pytestmark = pytest.mark.filterwarnings("ignore")
 
 NAME = "model.layers.1.mlp.down_proj"
 Tensors = dict[str, torch.Tensor]
@@ -37,13 +35,6 @@ def recipe(observer: str) -> list[Any]:
     }
     plain = QuantizationModifier(config_groups={"group_0": group}, ignore=["lm_head"])
     return [IMatrixGatherer(ignore=["lm_head"]), plain]
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "m"
-    small_model("llama").save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

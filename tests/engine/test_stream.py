@@ -167,7 +167,6 @@ def test_types_of_the_source(dtype: torch.dtype, tmp_path: Path) -> None:
     assert written[f"{LAYER}.self_attn.q_proj.weight_scale"].dtype == dtype
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "W4A16"])
 def test_transformers_finds_the_experts_again(scheme: str, tmp_path: Path) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}

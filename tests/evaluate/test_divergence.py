@@ -15,8 +15,6 @@ from steelyard.evaluate import Evaluation, evaluate, layerwise
 from steelyard.evaluate import divergence as compare
 from steelyard.evaluate.layerwise import LayerwiseModel
 
-pytestmark = pytest.mark.filterwarnings("ignore")
-
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
 
 

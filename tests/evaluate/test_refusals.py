@@ -24,8 +24,6 @@ from steelyard.errors import (
 from steelyard.evaluate import evaluate
 from steelyard.evaluate.layerwise import LayerwiseModel
 
-pytestmark = pytest.mark.filterwarnings("ignore")
-
 Q_PROJ = "model.layers.1.self_attn.q_proj"
 KV = {"num_bits": 8, "type": "float", "strategy": "tensor", "observer": "static_minmax"}
 SIZES = {"hidden_size": 128, "num_hidden_layers": 2}

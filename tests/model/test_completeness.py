@@ -16,8 +16,6 @@ from steelyard.engine import stream as streaming
 from steelyard.errors import CheckpointError, NonFiniteError, PlanError
 from steelyard.modifiers import QuantizationModifier
 
-pytestmark = pytest.mark.filterwarnings("ignore")
-
 FREE = QuantizationModifier(scheme="FP8_DYNAMIC", ignore=["lm_head"])
 
 

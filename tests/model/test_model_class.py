@@ -22,8 +22,6 @@ from steelyard.model.file_modules import FilesModel
 from steelyard.model.model_class import stated_layers
 from steelyard.modifiers import QuantizationModifier
 
-pytestmark = pytest.mark.filterwarnings("ignore")
-
 GROUPS = {"num_bits": 4, "strategy": "group", "group_size": 32}
 BLOCKS = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [32, 32]}
 SCHEMES: dict[str, dict[str, Any]] = {

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
+from nvfp4 import nvfp4
 from safetensors.torch import save_file
 from torch import distributed as dist
 from torch.testing import assert_close
@@ -257,14 +258,7 @@ def test_loading_forgets_what_the_file_does_not_hold(tmp_path: Path) -> None:
 
 
 def test_loaded_range_is_not_searched_again_in_the_weight_observed_before(tmp_path: Path) -> None:
-    args = QuantizationArgs(
-        num_bits=4,
-        type="float",
-        strategy="tensor_group",
-        group_size=16,
-        scale_dtype=torch.float8_e4m3fn,
-        zp_dtype=torch.float8_e4m3fn,
-    )
+    args = nvfp4()
     saved = MemorylessMSEObserver("weight", args)(torch.randn(4, 32))
     saved.save_statistics(tmp_path / "s")
     observer = MemorylessMSEObserver("weight", args)(torch.randn(4, 32))

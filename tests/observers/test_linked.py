@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
+from nvfp4 import nvfp4
 from torch import nn
 from torch.testing import assert_close
 
@@ -21,14 +22,7 @@ from steelyard.observers import (
     fuse_weight_observers,
 )
 
-NVFP4 = QuantizationArgs(
-    num_bits=4,
-    type="float",
-    strategy="tensor_group",
-    group_size=16,
-    scale_dtype=torch.float8_e4m3fn,
-    zp_dtype=torch.float8_e4m3fn,
-)
+NVFP4 = nvfp4()
 FP8 = QuantizationArgs(num_bits=8, type="float", strategy="tensor")
 FP8_CHANNEL = QuantizationArgs(num_bits=8, type="float", strategy="channel")
 INT8 = QuantizationArgs(num_bits=8, strategy="tensor")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
+from nvfp4 import nvfp4
 from torch.testing import assert_close
 
 from steelyard.observers import MinMaxObserver, MovingAverageMSEObserver, Observer
@@ -16,14 +17,7 @@ CLASSES = [MinMaxObserver, MovingAverageMSEObserver]
 CONSTANTS = [0.01, 0.3, 1.0]
 ARGS = {
     "tensor": QuantizationArgs(num_bits=8, strategy="tensor"),
-    "tensor_group": QuantizationArgs(
-        num_bits=4,
-        type="float",
-        strategy="tensor_group",
-        group_size=4,
-        scale_dtype=torch.float8_e4m3fn,
-        zp_dtype=torch.float8_e4m3fn,
-    ),
+    "tensor_group": nvfp4(4),
 }
 # number of observations in each part, in order
 SPLITS = [

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
+from nvfp4 import nvfp4
 from torch.testing import assert_close
 
 from steelyard.errors import StatisticsError
@@ -25,14 +26,7 @@ from steelyard.observers.helpers import flatten_for_calibration
 
 INT4 = QuantizationArgs(num_bits=4, strategy="group", group_size=32)
 INT4_TENSOR = QuantizationArgs(num_bits=4, strategy="tensor")
-NVFP4 = QuantizationArgs(
-    num_bits=4,
-    type="float",
-    strategy="tensor_group",
-    group_size=16,
-    scale_dtype=torch.float8_e4m3fn,
-    zp_dtype=torch.float8_e4m3fn,
-)
+NVFP4 = nvfp4()
 
 
 def searched(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 from compressed_tensors.compressors import ModelCompressor
 from compressed_tensors.quantization import (
@@ -57,7 +56,6 @@ def write(model: torch.nn.Module, folder: Path) -> None:
     compressor.update_config(str(folder))
 
 
-@pytest.mark.filterwarnings("ignore")  # transformers' own
 def test_transformers_multiplies_by_the_sign(tmp_path: Path) -> None:
     write(small_llama(), tmp_path)
     stored = load_file(tmp_path / "model.safetensors")

@@ -10,6 +10,7 @@ from compressed_tensors.quantization.utils import calculate_qparams
 from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
+from nvfp4 import nvfp4
 
 from steelyard.observers import Observer
 
@@ -112,14 +113,7 @@ def test_mx_as_in_compressed_tensors(groups, bits, dtype) -> None:
 )
 def test_nvfp4_as_in_compressed_tensors(groups, dtype) -> None:
     """Each number is the largest magnitude of a group of 16."""
-    args = QuantizationArgs(
-        num_bits=4,
-        type="float",
-        strategy="tensor_group",
-        group_size=16,
-        scale_dtype=torch.float8_e4m3fn,
-        zp_dtype=torch.float8_e4m3fn,
-    )
+    args = nvfp4()
     absmax = torch.from_numpy(groups).to(dtype)
     value = absmax.unsqueeze(-1) * torch.linspace(0, 1, 16, dtype=dtype)
     qparams = minmax(value.flatten(-2), args)

@@ -391,7 +391,6 @@ quantization_stage:
 
 
 @pytest.mark.parametrize("text", [RIGHT, WRONG], ids=["right", "wrong"])
-@pytest.mark.filterwarnings("ignore")
 @given(edits=EDITS)
 @settings(max_examples=150, derandomize=True, deadline=None, database=None)
 def test_mutated_text_loads_or_is_a_recipe_error(text: str, edits: list[Any]) -> None:

@@ -28,8 +28,6 @@ from steelyard.report import (
     write_files,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-
 STATIC = {
     "targets": ["Linear"],
     "weights": {"num_bits": 8, "strategy": "channel"},

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,15 @@ from steelyard.checkpoint import CheckpointWriter
 
 class Stop(BaseException):
     """Nobody catches it but the test."""
+
+
+@contextmanager
+def small_steps() -> Iterator[None]:
+    """Let runs mark after every step, and write shards of a few tensors."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CheckpointWriter, "mark_seconds", 0.0)
+        patch.setitem(CheckpointWriter.__init__.__kwdefaults__, "max_shard_bytes", 100_000)
+        yield
 
 
 def stop_at_mark(patch: pytest.MonkeyPatch, count: int) -> None:

@@ -20,17 +20,7 @@ def merge(
         list[Path],
         typer.Argument(metavar="FILE", help="Files that `steelyard observe` saved, in order."),
     ],
-    output: Annotated[
-        Path,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="FILE",
-            parser=options.output_path,
-            help="The file to write.",
-            show_default=False,
-        ),
-    ],
+    output: options.OutputFile,
     json: options.Json = False,
 ) -> None:
     """Merge the statistics of several runs into one file.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -19,17 +18,7 @@ __all__ = ["observe"]
 
 def observe(
     model: options.Model,
-    output: Annotated[
-        Path,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="FILE",
-            parser=options.output_path,
-            help="The file to write.",
-            show_default=False,
-        ),
-    ],
+    output: options.OutputFile,
     data: Annotated[
         str,
         typer.Option(

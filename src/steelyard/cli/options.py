@@ -22,6 +22,7 @@ __all__ = [
     "MaxSeqLength",
     "Model",
     "ObserverName",
+    "OutputFile",
     "Pipeline",
     "Plugins",
     "RecipeFile",
@@ -91,6 +92,17 @@ Model = Annotated[
         metavar="MODEL",
         callback=existing_model,
         help="A folder with a model, or a name on the hub.",
+        show_default=False,
+    ),
+]
+OutputFile = Annotated[
+    Path,
+    typer.Option(
+        "--output",
+        "-o",
+        metavar="FILE",
+        parser=output_path,
+        help="The file to write.",
         show_default=False,
     ),
 ]
