@@ -142,8 +142,12 @@ def test_figures_of_a_run(args: dict[str, Any], path: str, source: Path, tmp_pat
             scaled = before / np.kron(blocks, np.ones((tall, before.shape[1] // blocks.shape[1])))
             low, high = RANGE[kind]
             half = STEP_AT_THE_TOP[kind] / 2
-            outside = np.mean((scaled < low - half - 1e-6) | (scaled > high + half + 1e-6))
-            assert figures["clipped"] == pytest.approx(outside, abs=1.5 / before.size)
+            # a weight at the very edge may fall on either side, by the last bit of its quotient
+            least, most = (
+                np.mean((scaled < low - half - slack) | (scaled > high + half + slack))
+                for slack in (1e-6, -1e-6)
+            )
+            assert least - 1e-6 <= figures["clipped"] <= most + 1e-6
             shares.append(figures["clipped"])
     if args.get("observer") == "memoryless_mse":
         assert max(shares) > 0.001  # else the test above saw nothing

@@ -129,9 +129,9 @@ def compare(folder: Path) -> str:
 
 AB = b"ab"
 NOT_HEADER = ("not a safetensors file", "git lfs pull")
-SHAPE = ("x in", "has shape", "not a list of whole numbers", "save the model anew")
-OFFSETS = ("x in", "data_offsets", "not a start and an end", "save the model anew")
-FIELDS = ("x in", "where dtype, shape, data_offsets are due", "save the model anew")
+SHAPE = ("x in", "has shape", "not a list of whole numbers", "save the model again")
+OFFSETS = ("x in", "data_offsets", "not a start and an end", "save the model again")
+FIELDS = ("x in", "where dtype, shape, data_offsets are due", "save the model again")
 NAME = ("names a tensor", "rename it")
 
 REFUSED = {

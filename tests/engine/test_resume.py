@@ -374,7 +374,9 @@ def test_part_that_was_changed_meanwhile(
     raw = bytearray(shard.read_bytes())
     raw[-100] ^= 1
     shard.write_bytes(raw)
-    with pytest.raises(CheckpointError, match="not as it was left; start anew with resume=False"):
+    with pytest.raises(
+        CheckpointError, match="was changed after the run stopped; start anew with resume=False"
+    ):
         run(source, tmp_path / "out", kind)
 
 
@@ -428,7 +430,7 @@ def test_old_output_is_there_until_the_new_one_is(
     assert out.exists() == can_exchange
     if not can_exchange:  # the checkpoint waits for the command that made it
         other = "layers" if kind == "stream" else "stream"
-        with pytest.raises(CheckpointError, match="begun with something else"):
+        with pytest.raises(CheckpointError, match="started with something else"):
             run(source, tmp_path / "out", other, overwrite=True)
     run(source, out, kind, overwrite=True)
     assert not (out / "NOTICE").exists() and Shards(out)

@@ -1,4 +1,4 @@
-"""Is a checkpoint made of this source?
+"""Was a checkpoint made from this source?
 
 Quantized weights are decoded, some rows of each or all, and held against the stored scales. Every
 other tensor must have the source's bytes, unless the run claims to have changed it: then it must
@@ -56,15 +56,15 @@ def decoded_rows(
     full: bool = False,
     watch: Watch = unwatched,
 ) -> Iterator[str]:
-    """Decode rows of every quantized weight; yield those that are not the source's.
+    """Decode rows of every quantized weight; yield the weights that do not match the source.
 
-    found:    filled with how much was decoded
+    found:    filled with the number of rows
     without:  modules that cannot be decoded
     changed:  tensors that the run changed: their weights are decoded and must be finite
     reported: module -> relative squared error, held against weights that are decoded whole
     nearest:  every weight was rounded to the nearest code
-    whole:    modules of which all rows are decoded, not a sample
-    full:     all of them
+    whole:    modules whose rows are all decoded, not a sample
+    full:     decode all rows of all modules
     """
     modules = [m for m in comparable(written, source) if m not in without]
     budget = SAMPLE // max(len(modules), 1)
@@ -98,9 +98,9 @@ def comparable(written: WrittenCheckpoint, source: Shards) -> list[str]:
 
 
 def _spans(stored: StoredWeight, budget: int | None) -> list[tuple[int, int]]:
-    """Return the rows to decode, in runs that are spread over the weight, both ends among them.
+    """Return the rows to decode, in runs spread over the weight, with both ends.
 
-    budget: how many weights; None for all
+    budget: number of weights; None for all
     """
     rows, columns = stored.shape
     if budget is None or rows * columns <= budget:
@@ -128,7 +128,7 @@ def _compare(
 ) -> str | None:
     deviation = Deviation()
     whole = sum(stop - start for start, stop in spans) == stored.shape[0]
-    held = reported is not None and whole  # which is stricter than what the steps allow
+    held = reported is not None and whole  # stricter than the limits in steps
     for start, stop in spans:
         original = source.read_rows(f"{module}.weight", start, stop).float()
         try:
@@ -192,7 +192,7 @@ def carried(
 
 
 def _was_split(written: WrittenCheckpoint, name: str, source: Shards) -> bool:
-    """Experts that the source stacks in one tensor are quantized one by one."""
+    """Whether the source stacks experts in this tensor that are quantized one by one here."""
     below = name.rpartition(".")[0] + "."
     return len(source.info(name).shape) == 3 and any(m.startswith(below) for m in written.schemes)
 
@@ -200,9 +200,9 @@ def _was_split(written: WrittenCheckpoint, name: str, source: Shards) -> bool:
 def same_config(
     written: Mapping[str, Any], source: Mapping[str, Any], complete: bool, path: str = ""
 ) -> Iterator[str]:
-    """Yield the settings of config.json that are not the source's.
+    """Yield the settings of config.json that differ from the source's.
 
-    complete: also those that only one of the two has, which may be another writer's defaults
+    complete: also settings that only one of the two has, which may be another writer's defaults
     """
     for key in {**source, **written}:
         if key in _OWN:
@@ -222,10 +222,10 @@ def same_config(
 
 
 def same_files(folder: Path, source: Path, complete: bool) -> Iterator[str]:
-    """Yield the tokenizer's files that are not the source's.
+    """Yield the tokenizer's files that differ from the source's.
 
-    complete: the checkpoint was written by a run that copies them byte by byte; else another
-              writer may have saved them anew, and only a file that ends too early is a problem
+    complete: a run copied them byte by byte; else another writer may have saved them again, and
+              only a truncated file is a problem
     """
     for relative in other_files(source):
         if not is_tokenizer_file(relative):

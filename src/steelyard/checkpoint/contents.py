@@ -1,8 +1,8 @@
-"""What a checkpoint holds, module by module, quantized or not.
+"""The contents of a checkpoint, module by module, quantized or not.
 
-Headers tell names, types, shapes and sizes; of the values, only scales are read. A checkpoint whose
-files contradict themselves is refused; one whose config cannot be used is shown as its files are,
-with the reason among the problems.
+Names, types, shapes and sizes come from headers; of the values, only scales are read. A checkpoint
+whose files contradict each other is refused. If its config cannot be used, the tensors are shown as
+stored, with the reason among the problems.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class ScaleStatistics:
 class ModuleContents:
     """The tensors of one module.
 
-    kind:    what its weight is stored as, such as "int4 group 128" or "bf16"
-    shape:   of the weight before it was packed; None where nothing tells
-    weights: how many numbers it stands for; None where nothing tells
+    kind:    type of the stored weight, such as "int4 group 128" or "bf16"
+    shape:   of the weight before it was packed; None where it is unknown
+    weights: number of weights and biases; None where it is unknown
     """
 
     name: str
@@ -80,7 +80,7 @@ class ModuleContents:
 
 @dataclass
 class Contents:
-    """A checkpoint's modules, and what its config says of it."""
+    """A checkpoint's modules, and a few facts from its config."""
 
     folder: Path
     files: int
@@ -95,7 +95,7 @@ class Contents:
 
     @property
     def weights(self) -> int | None:
-        """How many numbers the checkpoint stands for; None where a module does not tell."""
+        """Number of weights in the checkpoint; None where that of a module is unknown."""
         counts = [module.weights for module in self.modules]
         known = [count for count in counts if count is not None]
         return sum(known) if len(known) == len(counts) else None
@@ -113,9 +113,9 @@ def read_contents(
 ) -> Contents:
     """Read the headers of a checkpoint, and its scales.
 
-    keep:    asked with the name of a module whether it is wanted
+    keep:    returns whether the module with this name is wanted
     scales:  False reads headers alone
-    advance: told how many bytes of scales were read
+    advance: called with the number of bytes of scales that were read
     """
     with Shards(folder) as shards:
         found = Contents(shards.folder, len(shards.files))
@@ -176,10 +176,10 @@ def _module(
     if written is not None and scheme is not None:
         shape = _original_shape(written, name)
         kind = describe_args(scheme.weights) if scheme.weights is not None else kind
-        with suppress(ValueError):  # a format that nobody knows
+        with suppress(ValueError):  # an unknown format
             format = format_of(scheme)
     elif method not in (None, QUANTIZATION_METHOD) and not main.dtype.is_floating_point:
-        shape = None  # packed in a way that is not ours to know
+        shape = None  # packed in an unknown way
     weights = None
     if shape is not None:
         weights = math.prod(shape) + sum(math.prod(info.shape) for info in others)

@@ -1,8 +1,8 @@
-"""A quantized checkpoint as plain weights: each reads as what a server reconstructs of it.
+"""A quantized checkpoint as plain weights: each reads as the weight that a server reconstructs.
 
-Names, types and shapes are those of a checkpoint that was never quantized, so whatever reads such a
-one reads this one too. Scales of activations and of the cache stay where they are. A weight that
-lacks something it needs is refused when the folder is opened: servers load it and answer nonsense.
+Names, types and shapes are those of an unquantized checkpoint, so code that reads one reads this
+too. Scales of activations and of the cache stay as they are. A weight that lacks a tensor is
+refused when the folder is opened: servers load it and generate nonsense.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class DecodedView(CheckpointView):
         return WEIGHT in leaves and self.info(f"{module}.weight").dtype.itemsize == 1
 
     def _checked(self, module: str, leaves: set[str]) -> QuantizationScheme:
-        """Return the scheme of a module if it and the stored tensors go together."""
+        """Return the scheme of a module if the stored tensors fit it."""
         scheme = self._written.schemes.get(module)
         if scheme is None or scheme.weights is None:
             raise CheckpointError(
@@ -101,7 +101,7 @@ class DecodedView(CheckpointView):
         return scheme
 
     def _replace(self, module: str, leaves: set[str]) -> None:
-        """Let the weight stand for all that is stored of it."""
+        """Replace the stored tensors of a weight by the weight."""
         shape = self._written.shape(module)
         stored = [leaf for leaf in leaves if base_of(leaf) == WEIGHT]
         info = self.info(f"{module}.{stored[0]}")

@@ -6,7 +6,7 @@ weights that were not rounded yet to make up for the error of those that were: w
 NVFP4, MXFP4 and FP8, ordered or not, and fewer tokens than columns, five times 1/12 was the most.
 Codes that do not belong to a weight (random, of another row or module, with another scale or zero
 point) are several steps away: 50 times and more. Where most codes are zero, because outliers set
-the scale, codes of another row are not far away either; there the correlation tells.
+the scale, codes of another row are not far away either; there the correlation decides.
 
 A weight beyond the range of its scale counts from the end of the range.
 
@@ -43,7 +43,7 @@ FINE = 1.0
 
 @dataclass
 class Deviation:
-    """Sums over the rows that were compared."""
+    """Deviation of the compared rows, as sums."""
 
     count: int = 0
     noise: float = 0.0  # squared, in steps where a step is 1
@@ -64,11 +64,11 @@ class Deviation:
         args: QuantizationArgs,
         error_only: bool = False,
     ) -> None:
-        """Take some rows.
+        """Add some rows.
 
         original, decoded: (rows, columns), fp32
-        grid:              None where steps are not known; then the correlation is all there is
-        error_only:        `relative_error` is all that will be asked for
+        grid:              None where steps are not known; then only the correlation is checked
+        error_only:        compute only `relative_error`
         """
         self.count += original.numel()
         self.error += _sum_of_squares(decoded - original)
@@ -102,7 +102,7 @@ class Deviation:
         return self.product / size if size else 1.0
 
     def problem(self, nearest: bool) -> str | None:
-        """Return what is wrong, if these rows cannot be those of the source.
+        """Return why these rows cannot be those of the source; None if they can.
 
         nearest: every weight was rounded to the nearest code
         """
@@ -136,7 +136,7 @@ def _ranges(scaled: torch.Tensor, zero: torch.Tensor, args: QuantizationArgs) ->
     """Return the share of the range that the weights of each group take, without empty groups.
 
     scaled: (rows, columns), weights in units of the step, zero point added
-    zero:   the same of a weight of 0, which lies in every range
+    zero:   the same of a weight of 0, which is in every range
     """
     if args.strategy not in ("group", "channel", "tensor_group") or args.actorder == "group":
         return []
@@ -155,7 +155,7 @@ def _ranges(scaled: torch.Tensor, zero: torch.Tensor, args: QuantizationArgs) ->
 
 
 def _spacing(wanted: torch.Tensor, found: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
-    """Return the distance between two codes where these lie; 1 for integers."""
+    """Return the distance between neighbouring codes at these values; 1 for integers."""
     if args.type == "int":
         return torch.ones_like(wanted)
     mantissa, smallest = minifloat(args.num_bits)

@@ -25,7 +25,7 @@ __all__ = ["DigestsFound", "Watch", "check_digests", "unwatched"]
 
 Advance = Callable[[int], Any]
 Watch = Callable[..., AbstractContextManager[Advance]]
-"""Shows progress: `with watch(label, total, unit="bytes") as advance`, as pipelines.progress."""
+"""Shows progress: `with watch(label, total, unit="bytes") as advance`, as `engine.progress`."""
 
 _NAMED = 3  # tensors of a file that a message names
 
@@ -36,9 +36,9 @@ def unwatched(label: str, total: int, unit: str) -> AbstractContextManager[Advan
 
 @dataclass
 class DigestsFound:
-    """What comparing digests gave; `files` and `bytes` were read.
+    """Result of comparing digests; `files` and `bytes` are how much was read.
 
-    added: further files of a model, by their names, such as a chat template
+    added: files of a model that the run did not write, such as a chat template
     """
 
     files: int = 0
@@ -86,7 +86,7 @@ def _compare(folder: Path, advance: Advance, name: str, expected: FileDigest) ->
 
 
 def _difference(now: FileDigest, expected: FileDigest) -> str:
-    """Return what tells two versions of a file apart: its tensors, else size or digest."""
+    """Return how two versions of a file differ: in tensors, else in size or digest."""
     before, after = expected.tensors or {}, now.tensors or {}
     changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
     if after and changed:

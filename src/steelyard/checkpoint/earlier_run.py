@@ -1,4 +1,4 @@
-"""What an earlier run for the same output left behind, and whether this one may resume from it."""
+"""An earlier run for the same output: whether it finished, and whether this one may resume it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = ["EarlierRun"]
 class EarlierRun:
     """An earlier run, if there was one.
 
-    identity: what this run is made of; None where it cannot be resumed
-    resume:   False starts anew, whatever there is
+    identity: inputs of this run; None where it cannot be resumed
+    resume:   False starts anew in any case
     """
 
     def __init__(self, work: WorkFolder, identity: dict[str, Any] | None, resume: bool) -> None:
@@ -48,7 +48,7 @@ class EarlierRun:
         try:
             ended = self._journal_in_place() is not None
             useless = ended or not self.work.read_all()
-        except CheckpointError:  # a damaged journal is a matter of resuming
+        except CheckpointError:  # a damaged journal is reported when the run resumes
             ended = useless = False
         if useless:
             self.work.remove_leftover()
@@ -73,7 +73,7 @@ class EarlierRun:
             if self.resume and unfinished:
                 raise CheckpointError(
                     f"an unfinished run for {output} is kept in {self.work.path}; finish it with "
-                    "the command that began it, choose another output, or remove that folder"
+                    "the command that started it, choose another output, or remove that folder"
                 )
             return []
         found = self.work.read_all() if self.resume else []
@@ -83,14 +83,14 @@ class EarlierRun:
         if changed := list(dict.fromkeys(lines)):
             listed = "\n".join(f"  - {line}" for line in changed)
             raise CheckpointError(
-                f"an unfinished run for {output} was begun with something else:\n{listed}"
-                "\nGive what it was begun with to continue it, or start anew with resume=False."
+                f"an unfinished run for {output} was started with something else:\n{listed}"
+                "\nGive what it was started with to resume it, or start anew with resume=False."
             )
         return found
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any], path: str = "") -> Iterator[str]:
-    """Yield what differs between two identities, by name."""
+    """Yield one line per input that differs between two identities."""
     for key in {**before, **now}:
         name = f"{path}{key}"
         first, second = before.get(key), now.get(key)

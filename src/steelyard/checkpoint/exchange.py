@@ -1,4 +1,4 @@
-"""Two folders that change places in one step, where the system can."""
+"""Exchanging two folders in one step, where the system can."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _UNKNOWN = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.E
 
 
 def exchange(first: Path, second: Path) -> bool:
-    """Let two paths change places; return False where the system or the disk has no such call."""
+    """Exchange two paths; return False where the system or the disk cannot."""
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if call is None:
         return False

@@ -1,8 +1,8 @@
-"""What a report tells of one module, taken while its tensors are at hand.
+"""Figures of one module for the report, computed while its tensors are in memory.
 
-A sample is enough for a picture: at most `SAMPLE` weights, in short runs that are spread over the
-whole matrix. Each run lies within one group, so that it has one scale. The same weights are taken
-before and after, and a matrix that is no larger is taken whole.
+They are of a sample: at most `SAMPLE` weights, in short runs spread over the whole matrix. A run is
+within one group, so it has one scale. The same weights are taken before and after quantization, and
+a matrix that is no larger is taken whole.
 
     {"sampled": 16384, "clipped": 0.0004,
      "weight": {"low": -0.11, "high": 0.12, "before": [...], "after": [...]},
@@ -10,8 +10,8 @@ before and after, and a matrix that is no larger is taken whole.
                "low": -3.7, "high": -1.7, "counts": [...]},
      "activations": {"input_scale": [0.012, 0.012]}}
 
-The histograms have equal bins from `low` to `high`, the scale's over its decimal logarithm. All is
-in JSON's types, since a run that is taken up again reads it from its journal.
+The histograms have equal bins from `low` to `high`, the scale's over its decimal logarithm. All
+values have JSON's types, since a run that resumes reads them from its journal.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = ["BINS", "SAMPLE", "SCALE_BINS", "figures_of", "module_figures", "with
 
 SAMPLE = 1 << 14  # weights
 BINS, SCALE_BINS = 49, 24  # odd: zero lies inside a bin where the range is even about it
-_RUN = 64  # weights that lie side by side
+_RUN = 64  # neighbouring weights
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
@@ -54,13 +54,13 @@ def figures_of(
 ) -> dict[str, Any]:
     """Return the figures of a quantized weight.
 
-    weight:  (out, in), as it was
+    weight:  (out, in), the original
     qparams: `weight_scale`, `weight_zero_point`, `weight_global_scale`, `weight_g_idx`
-    after:   (out, in), what became of it; None where each weight goes to the nearest value
+    after:   (out, in), the rounded weight; None where each goes to the nearest value
     """
     rows, columns = weight.shape
     scale, groups = qparams[SCALE], qparams.get(GROUP_INDEX)
-    # a second scale is told only by the formats that have one
+    # a global scale counts only in formats that store one
     global_scale = qparams.get(GLOBAL_SCALE) if args.strategy == "tensor_group" else None
     height, width = block_of(args, rows, columns)
     run = 1 if groups is not None else math.gcd(columns, width, _RUN)
@@ -83,7 +83,7 @@ def figures_of(
 
 
 def module_figures(module: Module, after: torch.Tensor | None = None) -> dict[str, Any]:
-    """Return the figures of a module whose parameters are known."""
+    """Return the figures of a module that has its quantization parameters."""
     scheme: Any = module.quantization_scheme
     found = {n: p.data for n, p in module._parameters.items() if p is not None}
     figures: dict[str, Any] = {}
@@ -132,7 +132,7 @@ def _clipped(
     args: QuantizationArgs,
     global_scale: torch.Tensor | None,
 ) -> float:
-    """Return the share that lies outside of the range by more than half of the step at its end."""
+    """Return the share of weights beyond the range by more than half of the step at its end."""
     low, high = quantized_range(args)
     step = 1.0
     if args.type == "float":

@@ -1,4 +1,4 @@
-"""NaN and infinity in tensors that are only copied; those that are quantized are observed."""
+"""NaN and infinity in tensors that are only copied; observers check those that are quantized."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def check_finite(name: str, tensor: torch.Tensor) -> None:
 
 
 def finite_pieces(name: str, source: Shards) -> Iterator[Any]:
-    """Yield the bytes of a tensor, a piece at a time, each of finite values only."""
+    """Yield the bytes of a tensor, a piece at a time; raise if a value is not finite."""
     info = source.info(name)
     checked = bool(info.shape) and info.dtype in _FLOATS
     for piece in source.pieces(name):
         if checked and not _is_finite(torch.frombuffer(piece, dtype=info.dtype)):
-            check_finite(name, source.read(name))  # once more, to say how many and where
+            check_finite(name, source.read(name))  # the whole tensor, to say how many and where
         yield piece
 
 

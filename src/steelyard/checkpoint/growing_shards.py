@@ -1,4 +1,4 @@
-"""The shards of a checkpoint that is being written: which tensor goes where, and what is complete.
+"""The shards of a checkpoint while it is written: which takes a tensor, and which are complete.
 
 Until their number is known, shards have names of their own; `name_all` gives them those of the
 format, and writes the index.
@@ -25,16 +25,16 @@ Record = dict[str, Any]
 class GrowingShards:
     """Shards in a folder.
 
-    max_bytes: a shard holds at most this much, or one tensor that is larger
-    complete:  position -> record of a shard that has its end
-    left:      position -> how an earlier run left a shard that it was writing
+    max_bytes:  a shard holds at most this much, or one tensor that is larger
+    complete:   position -> record of a complete shard
+    incomplete: position -> state of a shard that an earlier run was writing
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self.folder = folder
         self.max_bytes = max_bytes
         self.complete: dict[int, Record] = {}
-        self.left: dict[int, Record] = {}
+        self.incomplete: dict[int, Record] = {}
         self.names: set[str] = set()
         self._file: ShardFile | None = None  # the shard that is being written
         self._position = 0  # its number
@@ -58,20 +58,20 @@ class GrowingShards:
         return self._current()
 
     def at(self, position: int) -> None:
-        """Let the tensors that follow be those of one shard."""
+        """Write the tensors that follow to this shard."""
         if self._planned and position != self._position:
             self.end_current()
         self._planned, self._position = True, position
 
     def _current(self) -> ShardFile:
         if self._file is None:
-            left = self.left.pop(self._position, None)
-            self._file = ShardFile(self._path(self._position), left)
+            state = self.incomplete.pop(self._position, None)
+            self._file = ShardFile(self._path(self._position), state)
         return self._file
 
     def end_current(self) -> None:
         """Complete the shard that is being written, if there is one."""
-        if self._file is None and self._position in self.left:  # all that it lacks is an end
+        if self._file is None and self._position in self.incomplete:  # only its header is missing
             self._current()
         if self._file is None:
             return
@@ -80,10 +80,10 @@ class GrowingShards:
         self._file = None
 
     def join(self, others: Iterable[Mapping[int, Record]]) -> None:
-        """Take the complete shards of other ranks; the tensors that follow come after them all."""
+        """Add the complete shards of other ranks; the tensors that follow go to new shards."""
         for complete in others:
             self.complete.update(complete)
-        self.left.clear()
+        self.incomplete.clear()
         self._note_names()
         self._planned = False
 
@@ -100,37 +100,38 @@ class GrowingShards:
     # -- resuming -----------------------------------------------------------------------------
 
     def open_states(self) -> dict[int, Record]:
-        """Return the state of each shard without an end; its bytes are on the disk."""
-        states = dict(self.left)
+        """Return the state of each incomplete shard; its bytes are on the disk."""
+        states = dict(self.incomplete)
         if self._file is not None:
             states[self._position] = self._file.state()
         return states
 
-    def adopt(self, complete: dict[int, Record], left: dict[int, Record]) -> None:
+    def adopt(self, complete: dict[int, Record], incomplete: dict[int, Record]) -> None:
         """Start from what the first rank restored."""
-        self.complete, self.left = complete, left
+        self.complete, self.incomplete = complete, incomplete
         self._note_names()
 
     def restore(self, journals: Iterable[Mapping[str, Any]]) -> None:
-        """Start from the journals of an earlier run; remove files that they do not vouch for."""
+        """Start from the journals of an earlier run; remove files that they do not list."""
         for journal in journals:
             self.complete.update({int(i): shard for i, shard in journal["shards"].items()})
             for i, state in journal["open"].items():
-                known = self.left.get(int(i))
+                known = self.incomplete.get(int(i))
                 if known is None or len(known["names"]) < len(state["names"]):
-                    self.left[int(i)] = state
+                    self.incomplete[int(i)] = state
         for position, shard in self.complete.items():
-            self.left.pop(position, None)
+            self.incomplete.pop(position, None)
             if not is_whole(self._path(position, len(self.complete)), shard):
                 raise CheckpointError(
-                    f"{self._path(position)} is not as it was left; start anew with resume=False"
+                    f"{self._path(position)} was changed after the run stopped; start anew with "
+                    "resume=False"
                 )
         self._remove_others()
 
     def _remove_others(self) -> None:
         count = len(self.complete)
         kept = {self._path(position, count) for position in self.complete}
-        kept |= {self._path(position) for position in self.left}
+        kept |= {self._path(position) for position in self.incomplete}
         for path in self.folder.iterdir():
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
@@ -138,7 +139,7 @@ class GrowingShards:
                 path.unlink()
 
     def _note_names(self) -> None:
-        for shard in (*self.complete.values(), *self.left.values()):
+        for shard in (*self.complete.values(), *self.incomplete.values()):
             self.names.update(shard["names"])
         self._position = len(self.complete)
 
@@ -160,7 +161,7 @@ class GrowingShards:
             (self.folder / INDEX).write_text(text, "utf-8")
 
     def _path(self, position: int, count: int = 0) -> Path:
-        """Return where a shard lies; `count` is that of all shards, if it is known."""
+        """Return the path of a shard; `count` is the number of all shards, 0 if not known yet."""
         path = self.folder / f"shard-{position:05d}.safetensors"
         return path if path.exists() or not count else self.folder / _final(position, count)
 

@@ -47,7 +47,7 @@ _POINTER = "if it is a few lines of text, it is a git-lfs pointer: run `git lfs 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a header says of one tensor."""
+    """Type, shape and place of one tensor."""
 
     name: str
     file: Path
@@ -103,7 +103,7 @@ def _check_metadata(file: Path, metadata: object) -> None:
             return
     raise CheckpointError(
         f"{file} has __metadata__ {show(metadata)}, which is not a map of text to text; save the "
-        "model anew"
+        "model again"
     )
 
 
@@ -116,7 +116,7 @@ def _check_coverage(file: Path, infos: list[TensorInfo], base: int, size: int) -
             raise CheckpointError(
                 f"{info.name} in {file} has its data at {info.offset - base:,} where "
                 f"{end - base:,} is due, so it {wrong} {before}; download the file again, or save "
-                "the model anew"
+                "the model again"
             )
         end, before = info.offset + info.nbytes, info.name
     if size != end:
@@ -130,12 +130,12 @@ def check_name(file: Path, name: str) -> None:
     """Refuse a name that a message or a report could not print as it is.
 
     safetensors takes any; but an empty one belongs to no module, and control or formatting
-    characters would let a checkpoint write what it likes on the terminal.
+    characters would let a checkpoint write anything to the terminal.
     """
     if not name or len(name) > _MAX_NAME or not name.isprintable():
         raise CheckpointError(
             f"{file} names a tensor {show(name)}, of {len(name):,} characters; a name has 1 to "
-            f"{_MAX_NAME:,} that can be printed: rename it and save the model anew"
+            f"{_MAX_NAME:,} that can be printed: rename it and save the model again"
         )
 
 
@@ -146,7 +146,7 @@ def _tensor_info(file: Path, name: str, entry: Any, base: int) -> TensorInfo:
     if not isinstance(entry, dict) or entry.keys() != {*_FIELDS}:
         what = f"the fields {show([*entry])}" if isinstance(entry, dict) else f"{show(entry)}"
         raise CheckpointError(
-            f"{name} in {file} has {what} where {', '.join(_FIELDS)} are due; save the model anew"
+            f"{name} in {file} has {what} where {', '.join(_FIELDS)} are due; save the model again"
         )
     kind, shape, offsets = (entry[field] for field in _FIELDS)
     if not isinstance(kind, str) or kind not in _DTYPES:
@@ -156,12 +156,12 @@ def _tensor_info(file: Path, name: str, entry: Any, base: int) -> TensorInfo:
     if not _is_sizes(shape) or (elements := _product(shape)) is None:
         raise CheckpointError(
             f"{name} in {file} has shape {show(shape)}, which is not a list of whole numbers "
-            "whose product fits into 64 bits; download the file again, or save the model anew"
+            "whose product fits into 64 bits; download the file again, or save the model again"
         )
     if not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise CheckpointError(
             f"{name} in {file} has data_offsets {show(offsets)}, which is not a start and an end "
-            "in bytes; download the file again, or save the model anew"
+            "in bytes; download the file again, or save the model again"
         )
     start, stop = offsets
     dtype = _DTYPES[kind]
@@ -169,7 +169,7 @@ def _tensor_info(file: Path, name: str, entry: Any, base: int) -> TensorInfo:
         raise CheckpointError(
             f"{name} in {file} has shape {show(shape)} and type {kind}, which take "
             f"{elements * dtype.itemsize:,} bytes, but data_offsets {show(offsets)} span "
-            f"{stop - start:,}; download the file again, or save the model anew"
+            f"{stop - start:,}; download the file again, or save the model again"
         )
     return TensorInfo(name, file, dtype, tuple(shape), stop - start, base + start)
 

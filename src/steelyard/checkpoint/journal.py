@@ -1,11 +1,10 @@
-"""The journal of an unfinished run: how far it came, in one sealed JSON file.
+"""The journal of an unfinished run: its progress, in one sealed JSON file.
 
     {"format": 5, "sha256": "...", "content": {...}}
 
-The digest is that of the content as it is written, so that a file which a disk or an editor changed
-is noticed whatever was changed in it. It is no signature: who can write the folder can also write a
-digest.
-The content names every file that the run needs to resume, each with its size and checksum.
+The digest covers the content as it is written, so any change by a disk or an editor is noticed. It
+is no signature: whoever can write to the folder can also write a digest. The content names every
+file that the run needs to resume, each with its size and checksum.
 """
 
 from __future__ import annotations
@@ -72,14 +71,14 @@ class OpenShard(_Strict):
 class Journal(_Strict):
     """What a rank recorded.
 
-    identity: what the run is made of; empty where it cannot be resumed
-    complete: the checkpoint is complete, and may be in its place already
+    identity: inputs of the run; empty where it cannot be resumed
+    complete: the checkpoint is complete, and may be in place already
     folder:   inode of the folder that the checkpoint grows in, also when it was moved
     shards:   by number
     open:     by number
     files:    by name, in the work folder
     changed:  tensors of the source that the run changed without quantizing them
-    progress: one mark of each rank; their form is the pipeline's own matter
+    progress: one mark of each rank; the engine defines their form
     """
 
     identity: dict[str, Any]
@@ -131,7 +130,7 @@ def file_record(path: Path) -> dict[str, int]:
 
 
 def check_file(path: Path, record: dict[str, int]) -> None:
-    """Refuse a file that is not as it was when its record was made."""
+    """Refuse a file that does not match its record."""
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; start anew with resume=False")
     if path.is_symlink() or file_record(path) != record:

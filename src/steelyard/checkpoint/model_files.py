@@ -1,7 +1,7 @@
 """Which files belong to a model, by their names.
 
-What `overwrite` deletes and what a tokenizer's folder brings along are both decided here. A name
-that is not listed belongs to the user.
+This decides what `overwrite` may delete, and what is copied from a tokenizer's folder. A file whose
+name is not listed belongs to the user.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def is_tokenizer_file(relative: Path) -> bool:
 
 
 def is_model_file(relative: Path) -> bool:
-    """Whether a file, relative to the model's folder, is one by its name."""
+    """Whether a file, relative to the model's folder, belongs to a model."""
     return _matches(relative, (*_TOKENIZER, *_WEIGHTS, *_OTHER))
 
 
@@ -85,9 +85,9 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def foreign_files(folder: Path, listed: Collection[Path] = ()) -> Iterator[Path]:
-    """Yield what in a folder is no file of a model, relative to it.
+    """Yield files and folders that do not belong to a model, relative to the folder.
 
-    Of a folder without any file of a model only its own name; another disk is foreign as a whole.
+    A subfolder that cannot hold files of a model, or is another disk, is yielded as a whole.
 
     listed: further files that belong to the model
     """

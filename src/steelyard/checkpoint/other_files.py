@@ -1,7 +1,7 @@
-"""What a checkpoint holds beside its weights, and may be carried over.
+"""Files of a checkpoint that are not weights, and are copied to the output.
 
-These files are copied, so a link among them could bring anything into the output: it must stay in
-the folder, or be one of the hub's cache.
+A link among them could bring anything into the output: it must stay in the folder, or be one of the
+hub's cache.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ from steelyard.errors import CheckpointError
 __all__ = ["can_be_copied", "check_kinds", "copy_files", "entries", "other_files"]
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
-_NOT_MODEL = {".git", ".cache"}  # what git and the hub's downloader leave beside a model
+_NOT_MODEL = {".git", ".cache"}  # of git and the hub's downloader
 _SHARED_BLOB = re.compile(r"[0-9a-f]{2}/[0-9a-f]{64}")  # in the store that cached models share
 
 
 def other_files(folder: Path) -> list[Path]:
     """Return the files of a folder that are not weights, relative to it.
 
-    These are copied, so a link must stay in the folder or in the hub's cache. One that leads to
-    a folder is not followed: inside, its files are listed where they are.
+    A link to a folder is not followed: files inside the checkpoint are listed where they are.
     """
     root = folder.resolve()
     found, pending = [], [folder]
@@ -88,7 +87,7 @@ def entries(folder: Path) -> list[Path]:
 
 
 def can_be_copied(path: Path, root: Path) -> bool:
-    """Whether it is a file; what must not be copied, or cannot, is an error.
+    """Whether a path is a file that can be copied; raises where copying is unsafe or impossible.
 
     root: the folder of the checkpoint, resolved
     """
@@ -104,7 +103,7 @@ def can_be_copied(path: Path, root: Path) -> bool:
         )
     if stat.S_ISDIR(mode):
         return False
-    if not stat.S_ISREG(mode):  # to leave it out silently would hide that something is amiss
+    if not stat.S_ISREG(mode):  # skipping it silently would hide that something is wrong
         raise CheckpointError(
             f"{path} is a pipe, a socket or a device, which no model needs; remove it"
         )

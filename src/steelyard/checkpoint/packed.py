@@ -12,11 +12,11 @@ from steelyard.formats import DENSE, stored_as, stored_tensors
 __all__ = ["Packed", "pack_module"]
 
 Packed = tuple[dict[str, torch.Tensor], float | None]
-"""What the file holds for a module, by leaf, and the relative error of its weight."""
+"""Stored tensors of a module by local name, and the relative error of its weight."""
 
 
 def pack_module(module: Any, format: str | None) -> Packed | None:
-    """Return what the file holds for a quantized module, and how far that is from its weight."""
+    """Return the stored tensors of a quantized module, and their error; None for other modules."""
     scheme = getattr(module, "quantization_scheme", None)
     parameters = {n: p.data for n, p in module._parameters.items() if p is not None}
     weight = parameters.pop("weight", None)

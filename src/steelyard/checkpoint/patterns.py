@@ -1,8 +1,8 @@
-"""Regular expressions of recipes and checkpoints, tried where they can be stopped.
+"""Regular expressions of recipes and checkpoints, tried in a process that can be stopped.
 
-Python's `re` backtracks: `(.+)+x` takes years on a name of 60 characters, and while it runs
-nothing else in the process does. So expressions are matched against the names in a process of their
-own first, with a limit on its time; compressed-tensors is given those that came through.
+Python's `re` backtracks: `(.+)+x` takes years on a name of 60 characters, and nothing else in the
+process runs meanwhile. So expressions are first matched against the names in a process of their
+own, with a time limit, before compressed-tensors uses them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ for pattern in given["patterns"]:
 
 
 def problem_of(pattern: str) -> str | None:
-    """Return what is wrong with a `re:` expression by itself; None for one that compiles."""
+    """Return why a `re:` expression does not compile, or is too long; None if it is usable."""
     if not pattern.startswith(PREFIX):
         return None
     if len(pattern) > LONGEST:

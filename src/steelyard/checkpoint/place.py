@@ -1,4 +1,4 @@
-"""Where a checkpoint may be written, and what it may replace."""
+"""Where a checkpoint may be written, and which folders it may replace."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def check_output(out: Path, overwrite: bool, keep_tokenizer: bool = False) -> No
     keep_tokenizer: its tokenizer will be kept, so a folder that holds nothing else may be replaced
     """
     if out == out.parent:
-        raise CheckpointError(f"{out} is the root of all folders; choose a folder for the output")
+        raise CheckpointError(f"{out} is the root folder; choose a folder for the output")
     for part in out.parts:
         if _RESERVED.fullmatch(part):
             raise CheckpointError(
@@ -62,7 +62,7 @@ def check_output(out: Path, overwrite: bool, keep_tokenizer: bool = False) -> No
 
 
 def _check_not_around(out: Path) -> None:
-    """Refuse the current folder, the home folder and what they lie in."""
+    """Refuse the current folder, the home folder and their parents."""
     for name, find in (("current", Path.cwd), ("home", Path.home)):
         with suppress(OSError, RuntimeError):  # there may be none
             place = find().resolve()
@@ -113,10 +113,10 @@ def _check_replaceable(out: Path, overwrite: bool, keep_tokenizer: bool) -> None
 
 
 def _carried(out: Path) -> set[Path]:
-    """Return the files that a run copied from its source, whatever their names, as they were."""
+    """Return the files that a run copied from its source and that are unchanged."""
     try:
         provenance = read_provenance(out)
-    except CheckpointError:  # which then vouches for nothing
+    except CheckpointError:  # then no file is known to be a copy
         return set()
     named = {} if provenance is None else provenance.files
     return {
@@ -133,13 +133,13 @@ def _is_unchanged(path: Path, recorded: FileDigest) -> bool:
 
 
 def check_apart(out: Path, source: Path) -> None:
-    """Refuse to write over, into or around the checkpoint that is read meanwhile."""
+    """Refuse an output that is, contains or is inside the checkpoint that is read meanwhile."""
     if out == source:
         raise CheckpointError(f"{out} is the source itself; choose another folder for the output")
     if out in source.parents:
         raise CheckpointError(f"{out} contains the source {source}; choose another output folder")
     if source in out.parents:
-        raise CheckpointError(f"{out} lies inside the source {source}; choose another output")
+        raise CheckpointError(f"{out} is inside the source {source}; choose another output")
     for file in source.glob("*.safetensors"):  # which may be links
         if out in file.resolve().parents:
             raise CheckpointError(

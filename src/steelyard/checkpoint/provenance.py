@@ -1,9 +1,8 @@
-"""`provenance.json`: what a checkpoint was made from, and a digest of every file in it.
+"""`provenance.json`: the source of a checkpoint, and a digest of every file in it.
 
-Written when all other files are there. It holds no time and no path, so the same run writes the
-same bytes. Files that are meant to be edited later have no digest. `changed` lists the tensors that
-differ from the source because the run changed them, before or without quantizing them; it is absent
-where there are none.
+It is written last. It holds no time and no path, so the same run writes the same bytes. Files that
+may be edited later have no digest. `changed` lists the tensors that differ from the source because
+the run changed them, before or without quantizing them; it is absent where there are none.
 
     {"schema_version": 1, "steelyard": "0.4.0",
      "source": {"config.json": {"bytes": 654, "sha256": "..."},
@@ -14,7 +13,7 @@ where there are none.
      "mutable": ["README.md", "report.html", "report.json"],
      "changed": ["model.norm.weight"]}
 
-`tensors` are CRC-32: they tell which tensor changed in a file whose SHA-256 no longer matches.
+`tensors` are CRC-32: they show which tensor changed in a file whose SHA-256 no longer matches.
 """
 
 from __future__ import annotations
@@ -118,7 +117,7 @@ def write_provenance(folder: Path, source: Path | None, changed: Iterable[str] =
 
 
 def read_provenance(folder: Path) -> Provenance | None:
-    """Return what `provenance.json` of a checkpoint says; None where there is none."""
+    """Return the provenance of a checkpoint; None where it has none."""
     path = folder / PROVENANCE
     if not mode_of(path):
         return None
@@ -165,7 +164,7 @@ class _TensorSums:
     def __init__(self, path: Path) -> None:
         try:
             infos, _ = read_header(path)
-        except CheckpointError:  # it was damaged, and so has no tensors to tell apart
+        except CheckpointError:  # a damaged file has no tensors to compare
             infos = []
         self._infos = infos
         self._next = 0

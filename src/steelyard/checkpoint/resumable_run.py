@@ -1,7 +1,7 @@
 """A run that records how far it came, and resumes from there.
 
-A mark says that everything added so far is on the disk. It is one sealed file, the journal, which
-each rank replaces in one step; whatever it does not vouch for is removed when the run resumes.
+A mark says that everything added so far is on the disk. Each rank replaces its journal, one sealed
+file, in one step. A run that resumes removes files that no journal lists.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ResumableRun:
         self._earlier = EarlierRun(self.work, identity, resume)
         self._shards = GrowingShards(self.work.checkpoint, max_shard_bytes)
         self._marked = 0.0  # when
-        self._keep = False  # what is on the disk is worth keeping, whatever happens
+        self._keep = False  # keep the work folder when the run fails
 
     @property
     def partial(self) -> Path:
@@ -64,7 +64,7 @@ class ResumableRun:
     # -- resuming -----------------------------------------------------------------------------
 
     def _start(self, overwrite: bool, keep_tokenizer: bool) -> None:
-        """Resume an earlier run, or start, on the first rank; tell the others."""
+        """Resume an earlier run, or start a new one, on the first rank; send that to the others."""
         begun = None
         if self.ranks.is_first:
             self.work.open()
@@ -80,13 +80,13 @@ class ResumableRun:
                 self.finished,
                 self._keep,
                 self._shards.complete,
-                self._shards.left,
+                self._shards.incomplete,
             )
         begun = self.ranks.broadcast(begun)
         assert begun is not None
-        self.progress, self.files, changed, self.finished, self._keep, complete, left = begun
+        self.progress, self.files, changed, self.finished, self._keep, complete, incomplete = begun
         self.changed = set(changed)
-        self._shards.adopt(complete, left)
+        self._shards.adopt(complete, incomplete)
         self._marked = time.monotonic()
 
     def _resume(self, overwrite: bool, keep_tokenizer: bool) -> None:
@@ -111,7 +111,7 @@ class ResumableRun:
         for name, record in self.files.items():
             check_file(self.work.path / name, record)
         self._shards.restore(journals)
-        if len(journals) > 1:  # of several ranks: from now on one speaks for them
+        if len(journals) > 1:  # several ranks: from now on the first journal covers them all
             self._record(self.progress, complete=False)
             self.work.forget_ranks()
 
@@ -127,7 +127,7 @@ class ResumableRun:
         return self.identity is not None and passed >= self.mark_seconds * max(1.0, 2 * cost)
 
     def _record(self, progress: list[dict[str, Any]], complete: bool) -> None:
-        """Write the journal; what it speaks of is on the disk."""
+        """Write the journal; the bytes that it lists are on the disk."""
         if self.identity is None and not complete:
             return
         self.work.record(
@@ -159,7 +159,7 @@ class ResumableRun:
         self.changed.update(names)
 
     def _gather(self) -> None:
-        """Wait until all ranks have written their shards, and learn of them."""
+        """Wait until all ranks have written their shards; take over their records and claims."""
         self._shards.end_planned()
         gathered = self.ranks.gather((self._shards.complete, sorted(self.changed)))
         self._shards.join([complete for complete, _ in gathered])

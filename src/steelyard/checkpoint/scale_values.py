@@ -1,4 +1,4 @@
-"""Can the stored scales and zero points be used, and are they those that the run reported?"""
+"""Are the stored scales and zero points usable, and are they those that the run reported?"""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _DIGITS = 1e-4  # relative; a report holds six digits
 
 @dataclass(frozen=True)
 class ReportedScales:
-    """What a run reported of one module.
+    """Scales of one module in the report of a run.
 
-    weight: smallest and largest of its weight's scales, as they act
+    weight: smallest and largest effective scale of its weight
     others: scale -> its smallest and largest value, such as `input_scale`
     """
 
@@ -43,7 +43,7 @@ class ReportedScales:
 def weight_values(
     written: WrittenCheckpoint, broken: set[str], allow_negative: bool
 ) -> Iterator[str]:
-    """Scales that can be divided by, zero points inside the quantized type."""
+    """Yield scales that cannot be divided by, and zero points outside the quantized type."""
     for module, scheme in written.schemes.items():
         values = values_of(scheme)
         for local in sorted(written.tensors[module]):
@@ -59,7 +59,7 @@ def weight_values(
 
 
 def state_values(structure: Structure) -> Iterator[str]:
-    """The same for the scales of a quantized cache, or of attention's states."""
+    """Yield the same for a quantized cache and other attention states."""
     written = structure.written
     cache = written.quantization.kv_cache_scheme
     groups: list[QuantizationScheme] = list(written.quantization.config_groups.values())
@@ -88,7 +88,7 @@ def _check(
             if bool(bad.any()):
                 yield f"{name} has {int(bad.sum())} of {value.numel()} values that are {what}"
     elif is_zero_point(name) and written.shards.info(name).dtype != torch.int32:
-        # packed zero points fill their bits, and so cannot lie outside
+        # packed zero points use all their bits, so none is outside
         low, high = quantized_range(args)
         value = written.shards.read(name).float()
         bad = ~((value >= low) & (value <= high))
@@ -99,7 +99,7 @@ def _check(
 def reported_scales(
     written: WrittenCheckpoint, reported: Mapping[str, ReportedScales]
 ) -> Iterator[str]:
-    """Hold the ends of the stored scales against those that the run reported."""
+    """Yield scales whose smallest or largest value is not the reported one."""
     for module, scales in reported.items():
         for local, ends in scales.others.items():
             name = f"{module}.{local}"

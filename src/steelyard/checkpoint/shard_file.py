@@ -1,12 +1,12 @@
-"""One safetensors file, written as its tensors come, and continued after a crash.
+"""One safetensors file, written tensor by tensor, and resumed after a crash.
 
-The format begins with a header that tells where each tensor lies, so usually all of them are
-gathered first. Here room is left for the header, which may be padded with spaces, and the bytes
-follow at once. Tensors must lie at multiples of their element's size: those of odd sizes, which are
-small, wait until the end.
+The format starts with a header of offsets, so writers usually gather all tensors first. Here room
+is reserved for the header, which may be padded with spaces, and the bytes follow at once. A tensor
+must start at a multiple of its element's size: those of odd sizes, which are small, wait until the
+end.
 
-A checksum of all bytes is kept meanwhile. When the file is complete it is read back from the disk
-and must give the same.
+A checksum of all bytes is kept meanwhile. The complete file is read back from the disk and must
+have the same checksum.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _PIECE = 1 << 24
 
 
 class ShardFile:
-    """Takes tensors until `close`; holds only those whose size is not a multiple of 8 bytes.
+    """A shard; keeps only tensors in memory whose size is not a multiple of 8 bytes.
 
-    state: what `state()` returned, to go on from there
+    state: what `state()` returned, to resume from
     """
 
     def __init__(self, path: Path, state: dict[str, Any] | None = None) -> None:
@@ -56,13 +56,13 @@ class ShardFile:
             self._restore(state)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """tensor: on the CPU, contiguous"""
+        """Write a tensor that is contiguous and on the CPU."""
         self.add_pieces(name, tensor.dtype, tuple(tensor.shape), [_bytes_of(tensor)])
 
     def add_pieces(
         self, name: str, dtype: torch.dtype, shape: tuple[int, ...], pieces: Iterable[Any]
     ) -> None:
-        """Write a tensor whose bytes come in pieces, of which none is held."""
+        """Write a tensor whose bytes come in pieces; none is kept in memory."""
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         self.names.append(name)
         self._header += entry_bytes(name, len(shape))
@@ -89,17 +89,17 @@ class ShardFile:
         except OSError as error:
             raise CheckpointError(
                 f"{self.path} cannot be written: {error.strerror}; make room or choose another "
-                "disk. The same command goes on from its last mark"
+                "disk. The same command resumes from its last mark"
             ) from error
 
     def has_room(self, name: str, dimensions: int) -> bool:
         """Whether the header can name one more tensor; a file can always hold one."""
         return not self.names or self._header + entry_bytes(name, dimensions) <= HEADER_ROOM
 
-    # -- stopping and going on ----------------------------------------------------------------
+    # -- resuming -----------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return, in JSON's types, what it takes to go on from here; the bytes are on the disk."""
+        """Return what it takes to resume from here, in JSON's types; the bytes are on the disk."""
         os.fsync(self._handle)
         waiting = {
             n: [d, s, base64.b64encode(b).decode()] for n, (d, s, b) in self._waiting.items()
@@ -126,14 +126,14 @@ class ShardFile:
         end = _DATA + self._written
         if checksum(self.path, _DATA, end) != self._crc:
             raise CheckpointError(
-                f"{self.path} is not as it was left; start anew with resume=False"
+                f"{self.path} was changed after the run stopped; start anew with resume=False"
             )
         os.ftruncate(self._handle, end)
 
     # -- the end ------------------------------------------------------------------------------
 
     def close(self) -> dict[str, int]:
-        """Write what waited, and the header; read all of it back; return what `is_whole` takes."""
+        """Write waiting tensors and the header, read all back, return a record for `is_whole`."""
         itemsize = {name: dtype.itemsize for dtype, name in DTYPE_NAMES.items()}
         for name, (dtype, shape, data) in sorted(
             self._waiting.items(), key=lambda item: -itemsize[item[1][0]]
@@ -146,7 +146,7 @@ class ShardFile:
         assert len(header) == _DATA, "has_room was not asked"
         self._put(header, 0)
         os.fsync(self._handle)
-        if hasattr(os, "posix_fadvise"):  # so that it is the disk which answers
+        if hasattr(os, "posix_fadvise"):  # so that the disk is read, not the cache
             os.posix_fadvise(self._handle, 0, 0, os.POSIX_FADV_DONTNEED)
         self.abandon()
         sums = {"header": len(header), "header_crc": zlib.crc32(header), "crc": self._crc}
@@ -158,14 +158,14 @@ class ShardFile:
         return record
 
     def abandon(self) -> None:
-        """Let go of the file as it is."""
+        """Close the file as it is."""
         if self._handle >= 0:
             os.close(self._handle)
             self._handle = -1
 
 
 def entry_bytes(name: str, dimensions: int) -> int:
-    """Return what a tensor takes in the header, at most."""
+    """Return how many bytes a tensor takes in the header, at most."""
     return len(json.dumps(name)) + 22 * dimensions + 96
 
 
@@ -180,7 +180,7 @@ def is_whole(path: Path, record: dict[str, int]) -> bool:
 
 
 def checksum(path: Path, start: int, end: int) -> int:
-    """Return the CRC-32 of a stretch of a file, or of as much of it as there is."""
+    """Return the CRC-32 of the bytes `start` to `end` of a file, or of as many as there are."""
     crc = 0
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -192,7 +192,7 @@ def checksum(path: Path, start: int, end: int) -> int:
 
 
 def _pieces(handle: int, start: int, end: int) -> Iterator[memoryview]:
-    """Yield a stretch of a file; each piece is overwritten by the next."""
+    """Yield the bytes `start` to `end` of a file; each piece is overwritten by the next."""
     buffer = memoryview(bytearray(min(_PIECE, max(end - start, 1))))
     while start < end:
         got = os.preadv(handle, [buffer[: min(len(buffer), end - start)]], start)

@@ -48,18 +48,18 @@ def check_index(folder: Path, index: Mapping[str, str], found: Mapping[str, Path
         if name not in found:
             raise CheckpointError(
                 f"{INDEX} places {name} in {folder / file}, which does not hold it; "
-                "download both again, or save the model anew"
+                "download both again, or save the model again"
             )
         if found[name] != folder / file:
             raise CheckpointError(
                 f"{INDEX} places {name} in {folder / file}, but it is in {found[name]}; download "
-                "both again, or save the model anew"
+                "both again, or save the model again"
             )
     for name, place in found.items():
         if name not in index:
             raise CheckpointError(
                 f"{place} holds {name}, which {INDEX} does not list; download both again, or save "
-                "the model anew"
+                "the model again"
             )
 
 

@@ -71,7 +71,7 @@ class Shards:
         weakref.finalize(self, self._open.close)
 
     def names(self) -> list[str]:
-        """Return all names in the order of the files, and within a file as the bytes lie."""
+        """Return all names in the order of the files, within a file in the order of the bytes."""
         return list(self._infos)
 
     def __contains__(self, name: object) -> bool:
@@ -110,7 +110,7 @@ class Shards:
         )
 
     def read_stored(self, info: TensorInfo) -> torch.Tensor:
-        """Return what lies where `info` says."""
+        """Return the tensor at the place that `info` gives."""
         try:
             raw = _memory(info.nbytes)
         except (RuntimeError, OSError) as error:
@@ -165,11 +165,11 @@ class Shards:
         return sum(info.nbytes for info in self._infos.values())
 
     def other_files(self) -> list[Path]:
-        """Return all that is not weights (config, tokenizer, code), relative to the folder."""
+        """Return the files other than weights (config, tokenizer, code), relative to the folder."""
         return other_files(self.folder)
 
     def close(self) -> None:
-        """Let go of the files; a later `read` opens them again."""
+        """Close the files; a later `read` opens them again."""
         self._open.close()
 
     def __enter__(self) -> Shards:

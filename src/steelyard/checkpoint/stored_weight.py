@@ -17,7 +17,7 @@ Part = dict[str, torch.Tensor]
 class StoredWeight:
     """A quantized weight in a checkpoint.
 
-    names: the local names of what is stored for it
+    names: local names of its stored tensors
     shape: (out, in) of the weight before it was quantized
     unit:  rows are cut at multiples of it, so that no block and no packed word is cut
     """
@@ -45,7 +45,7 @@ class StoredWeight:
         return 2.0**-15 if codes else 1e-12
 
     def part(self, start: int, stop: int) -> Part:
-        """Read what is stored for some rows."""
+        """Read the stored tensors of some rows."""
         return {name: self._read(name, start, stop) for name in self._names}
 
     def _read(self, local: str, start: int, stop: int) -> torch.Tensor:
@@ -62,5 +62,5 @@ class StoredWeight:
         return self._format.decode(part, self._scheme)
 
     def grid(self, part: Part) -> CodeGrid | None:
-        """Return what the codes of these rows stand for; None where that cannot be found out."""
+        """Return the values of the codes of these rows; None where they are unknown."""
         return self._format.grid(part, self._scheme)

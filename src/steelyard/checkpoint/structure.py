@@ -31,7 +31,7 @@ _EXTRA_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_layers")
 
 
 class Structure:
-    """Names, types and shapes.
+    """Checks names, types and shapes.
 
     broken: modules that cannot be decoded, filled by `tensors`
     """
@@ -42,7 +42,7 @@ class Structure:
         self.broken: set[str] = set()
 
     def tensors(self) -> Iterator[str]:
-        """Every tensor that a scheme needs, in its type and shape, and none besides."""
+        """Yield tensors that a scheme needs and that are missing or differ, and those left over."""
         written = self.written
         cache = written.quantization.kv_cache_scheme
         if not written.schemes and cache is None and not self.states():
@@ -89,7 +89,7 @@ class Structure:
         }
 
     def cache(self) -> Iterator[str]:
-        """Scales of a quantized key and value cache, of all layers or of none."""
+        """Yield missing scales of a quantized KV cache: all layers have them, or none."""
         args = self.written.quantization.kv_cache_scheme
         found = self.states()
         if args is not None and not found and args.dynamic is not True:
@@ -104,7 +104,7 @@ class Structure:
             yield f"{module} has no k_scale and v_scale, but {next(iter(found))} has"
 
     def _attention(self, found: Mapping[str, set[str]]) -> set[str]:
-        """Return the modules that are, in some layer, what those with scales are in theirs."""
+        """Return the modules of other layers that correspond to those with scales."""
         kinds = {_kind(module) for module in found}
         holders = {name for name in self.written.tensors if _KEYS.search(name.rpartition(".")[2])}
         return {parent for name in holders if _kind(parent := name.rpartition(".")[0]) in kinds}
@@ -112,7 +112,7 @@ class Structure:
     # -- fusion -------------------------------------------------------------------------------
 
     def fusion(self, modules: tuple[str, ...]) -> Iterator[str]:
-        """One scheme, and one value of each scale that the merged layer has but one of."""
+        """Yield fused modules with different schemes, or different values of a shared scale."""
         schemes = [self.written.schemes.get(module) for module in modules]
         first = schemes[0]
         for module, scheme in zip(modules, schemes, strict=True):
@@ -135,7 +135,7 @@ class Structure:
     # -- the config ---------------------------------------------------------------------------
 
     def config(self) -> Iterator[str]:
-        """Settings of config.json that contradict the tensors."""
+        """Yield settings of config.json that contradict the tensors."""
         raw = self.written.config.get("quantization_config")
         method = raw.get("quant_method") if isinstance(raw, dict) else None
         if method != QUANTIZATION_METHOD:
@@ -166,7 +166,7 @@ class Structure:
             return
         (stack, numbers), *_ = stacks.items()
         extra = sum(n for key in _EXTRA_LAYERS if isinstance(n := self._text().get(key), int))
-        # a source may hold layers that its class does not use; a run copies those as they are
+        # a source may hold layers that its class does not use; a run copies them unchanged
         used = [number for number in numbers if number < wanted + extra] or [0]
         used += [n for n in numbers if self._quantizes(f"{stack}.{n}.")]
         if not wanted <= max(used) + 1 <= wanted + extra:
@@ -181,7 +181,7 @@ class Structure:
         return any(module.startswith(prefix) for module in self.written.schemes)
 
     def _widths(self) -> Iterator[str]:
-        """Rows and columns of the embedding, where the model has one of the usual kind."""
+        """Yield sizes of the embedding that contradict the config, if it has the usual name."""
         text = self._text()
         names = [n for n in self.shards if re.fullmatch(r"[\w.]*\bembed_tokens\.weight", n)]
         if len(names) != 1 or {"word_embed_proj_dim", "embedding_size"} & text.keys():
@@ -191,7 +191,7 @@ class Structure:
             wanted = text.get(key)
             if not isinstance(wanted, int):
                 continue
-            # an embedding may have more rows: for special tokens, or to be a round number
+            # an embedding may have more rows, for special tokens or as padding
             fits = size >= wanted if key == "vocab_size" else size == wanted
             if not fits:
                 yield f"config.json: {key} is {wanted}, but {names[0]} is {shape}"

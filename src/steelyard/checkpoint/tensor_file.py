@@ -1,4 +1,4 @@
-"""Tensors in a file of their own, with errors that say what the system said."""
+"""Writing a safetensors file, with the system's own errors."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _NUMBER = re.compile(r"os error (\d+)")
 def save_tensors(
     tensors: Mapping[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None
 ) -> None:
-    """Write a safetensors file; OSError, as of `open`, where the system refuses.
+    """Write a safetensors file; raises OSError, as `open` does.
 
-    safetensors tells a full disk in the words of its error alone.
+    safetensors itself reports a full disk only in the text of its own error.
     """
     try:
         save_file(dict(tensors), path, metadata=metadata)

@@ -15,7 +15,7 @@ __all__ = ["tokenizer_files"]
 def tokenizer_files(folder: Path) -> list[Path]:
     """Return the files of a tokenizer or processor in `folder`, relative to it.
 
-    The folder may be any: what else lies there, such as keys and data, is not looked at.
+    The folder may hold other files, such as keys and data; these are not looked at.
     """
     root, found = folder.resolve(), []
     for path in entries(folder):

@@ -1,9 +1,9 @@
 """Does a written checkpoint hold what its own config promises?
 
-A server loads a checkpoint that lacks a scale without a word and answers with noise, so "it loads"
-proves nothing. Here the files are opened again, from nothing but config.json, and held against the
-scheme, the digests that the run wrote, the source, and the errors that were reported while
-quantizing.
+A server loads a checkpoint that lacks a scale without an error and generates noise, so "it loads"
+proves nothing. Here the files are opened again, starting from config.json alone, and checked
+against the scheme, the digests that the run wrote, the source, and the errors that were reported
+while quantizing.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ _ENOUGH = 1 << 26  # weights that are decoded whole, beyond the first and the la
 
 @dataclass
 class Findings:
-    """What a check found, and how much it looked at.
+    """Result of a check, and how much it covered.
 
-    problems: one line each; none means that the checkpoint is good
-    notes:    what could not be checked, or is unusual
+    problems: one line each; an empty list means that the checkpoint is good
+    notes:    checks that could not be made, and unusual findings
     rows:     None without a source
-    digests:  None where there is no provenance.json, or it was not asked for
+    digests:  None without provenance.json, or where digests were not compared
     """
 
     modules: int = 0
@@ -111,19 +111,19 @@ def check_checkpoint(
 ) -> Findings:
     """Check a checkpoint; see `Findings`.
 
-    source:         what was quantized: rows of every weight are decoded and compared, and all that
-                    was not quantized must still be there
+    source:         the original: rows of every weight are decoded and compared, and all other
+                    tensors must be there
     reported:       module -> relative squared error of its weight, held against the files
     scales:         module -> the ends of its scales, as reported by the run
-    samples:        how many weights are decoded whole where errors are reported, evenly spread over
-                    the model; fewer if they are large
+    samples:        number of weights that are decoded whole where errors are reported, evenly
+                    spread over the model; fewer if they are large
     fused:          modules that the server merges, which must share global and per-tensor scales
     allow_negative: symmetric integer weights may have negative scales
     nearest:        every weight was rounded to the nearest code
     same_bytes:     compare unquantized tensors byte for byte, not by type and shape alone
     changed:        tensors that the run changed: they have the source's type and shape and are
                     finite; None takes those that provenance.json lists, if digests are compared
-    dtypes:         module -> the type that its weight had, where no source tells
+    dtypes:         module -> original type of its weight, where there is no source
     digests:        compare the files with provenance.json
     full:           decode all rows of all weights
     watch:          shows progress
@@ -176,7 +176,7 @@ def check_checkpoint(
 
 
 def _check_files(folder: Path, found: Findings, watch: Watch) -> Provenance | None:
-    """Compare digests where there are any; the model's files of JSON must be readable."""
+    """Compare digests, if there are any; the model's JSON files must be readable."""
     for path in sorted(folder.glob("*.json")):
         if not is_model_file(Path(path.name)):
             continue
@@ -193,8 +193,8 @@ def _check_files(folder: Path, found: Findings, watch: Watch) -> Provenance | No
         return None
     if provenance is None:
         found.notes.append(
-            f"no {PROVENANCE}, so there are no digests: a change that keeps types and shapes is "
-            "seen only against the source"
+            f"no {PROVENANCE}, so there are no digests: a change that keeps types and shapes shows "
+            "only against the source"
         )
         return None
     found.digests = check_digests(folder, provenance, watch)
@@ -224,8 +224,8 @@ def _settings(
 ) -> Iterator[str]:
     """Compare config.json and tokenizer with the source's.
 
-    Those of a run that read this very source must be the same; another writer may have saved them
-    in words of its own.
+    Those of a run that read this source must be equal; another writer may have saved them in its
+    own form.
     """
     try:
         settings = read_config(source)

@@ -1,9 +1,9 @@
-"""A checkpoint's tensors as a quantizer wants them: plain matrices in a plain type.
+"""A checkpoint's tensors as a quantizer needs them: 2-D weights in a float type.
 
 Two kinds of source store something else. FP8 checkpoints hold blocks of codes with a
 `weight_scale_inv` each; here they read as the type that the config names. Mixture-of-experts models
-may stack all experts in one tensor; here each expert has matrices of its own, under the names that
-servers know. What is not asked for is not computed, and never more than one tensor at a time.
+may stack all experts in one tensor; here each expert has weights of its own, under the names that
+servers know. Tensors are converted when they are read, one at a time.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Stack:
-    """Experts that lie in one tensor.
+    """Experts that are stored in one tensor.
 
-    experts: the names that each expert's matrices have here
+    experts: names of each expert's weights here
     """
 
     name: str
@@ -42,9 +42,9 @@ class Stack:
 class CheckpointView(Shards):
     """`Shards` whose FP8 weights read as floats, and whose stacked experts read one by one.
 
-    cut:    False leaves stacked experts as they are
-    config: what config.json says
-    stacks: the tensors that were cut up; `restack` undoes it for one
+    cut:    False keeps stacked experts stacked
+    config: content of config.json
+    stacks: the tensors that were split; `restack` undoes that for one
     """
 
     def __init__(self, folder: str | Path, cut: bool = True) -> None:
@@ -52,7 +52,7 @@ class CheckpointView(Shards):
         self.config = read_config(self.folder)
         self.stacks: list[Stack] = []
         self._made: dict[str, Callable[[], torch.Tensor]] = {}
-        self._last: tuple[str, torch.Tensor] | None = None  # what rows were read of
+        self._last: tuple[str, torch.Tensor] | None = None  # the tensor that rows were read from
         self._stored = dict(self._infos)  # as in the files
         quantization = self.config.get("quantization_config")
         if quantization is not None:
@@ -88,7 +88,7 @@ class CheckpointView(Shards):
     # -- FP8 in blocks ------------------------------------------------------------------------
 
     def _decode(self, quantization: dict[str, Any]) -> None:
-        """Let what is quantized read as floats."""
+        """Make quantized weights read as floats."""
         method = quantization.get("quant_method")
         block = _block(quantization.get("weight_block_size"))
         if method != "fp8" or block is None:
@@ -136,7 +136,7 @@ class CheckpointView(Shards):
             parent, _, leaf = name.rpartition(".")
             other = self._infos.get(f"{parent}.down_proj")
             if leaf != "gate_up_proj" or other is None or f"{name}_bias" in self._infos:
-                continue  # with a bias they are interleaved, which no name here tells
+                continue  # with a bias, gate and up are interleaved, and no name says so
             if len(info.shape) == 3 == len(other.shape) and info.shape[0] == other.shape[0] > 0:
                 turned = _is_turned(info.shape, other.shape, hidden)
                 if turned is not None:
@@ -150,7 +150,7 @@ class CheckpointView(Shards):
     def _cut(
         self, info: TensorInfo, parent: str, leaves: tuple[str, ...], turned: bool
     ) -> dict[str, TensorInfo]:
-        """Return where each expert's matrices lie; those that are stored turned are made."""
+        """Return the place of each expert's weights; transposed ones are made when read."""
         count, first, second = info.shape
         size = info.nbytes // count
         found = {}
@@ -176,7 +176,7 @@ class CheckpointView(Shards):
         return self.read_stored(slab)[:, start : start + width].t().contiguous()
 
     def restack(self, stack: Stack) -> None:
-        """Let a stack be one tensor again, as it is stored."""
+        """Make a stack one tensor again, as it is stored."""
         for name in stack.experts[1:]:
             del self._infos[name]
         for name in stack.experts:
@@ -190,7 +190,7 @@ class CheckpointView(Shards):
 
 
 def _block(given: Any) -> tuple[int, int] | None:
-    """Return a block's height and width, or None where that is not what was given."""
+    """Return a block's height and width; None if `given` is no pair of sizes."""
     if not isinstance(given, (list, tuple)) or len(given) != 2:
         return None
     height, width = given
@@ -200,7 +200,7 @@ def _block(given: Any) -> tuple[int, int] | None:
 
 
 def _is_turned(gate_up: tuple[int, ...], down: tuple[int, ...], hidden: Any) -> bool | None:
-    """Whether experts are stored as (in, out); None where the shapes do not tell.
+    """Whether experts are stored as (in, out); None where the shapes leave it open.
 
     The output of `down_proj` has the model's width, and its input half the rows of `gate_up_proj`.
     """

@@ -1,4 +1,4 @@
-"""How far a stored weight is from the weight."""
+"""Relative error of a stored weight."""
 
 from __future__ import annotations
 

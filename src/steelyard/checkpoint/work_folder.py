@@ -1,7 +1,7 @@
 """The folder in which a checkpoint grows, hidden beside the output until it is complete.
 
     .out.steelyard/lock           held while a run works here; a second run is refused
-    .out.steelyard/journal.json   what is done, replaced in one step whenever more of it is
+    .out.steelyard/journal.json   what is done; replaced in one step at each mark
     .out.steelyard/journal-1.json the same of rank 1, where several ranks write
     .out.steelyard/hidden-0-7.safetensors and others that the journal names
     .out.steelyard/checkpoint/    the output so far
@@ -9,11 +9,11 @@
     .out.steelyard-done           the journal of a run whose output is in place, until the folder
                                   above is gone
 
-The folder is the user's alone and holds no links. What has its name but was not made by a run is
+Only the user can write to the folder, and it holds no links. Anything else under its name is
 refused, never followed or removed.
 
-A process that dies leaves the folder as it is. The same command finds it, and goes on from the
-journal's last entry. What the journal was begun with (source, recipe, versions) must be the same.
+A process that dies leaves the folder behind. The same command resumes from the journal, if source,
+recipe and versions are those that the journal names.
 """
 
 from __future__ import annotations
@@ -144,9 +144,9 @@ class WorkFolder:
             self._remove_parents()
 
     def _remove(self) -> None:
-        """Remove the folder; while there is anything left of it, a complete output is known.
+        """Remove the folder, the journal last, so that a complete output is recognized until then.
 
-        Its journal is the last to go: as a file beside, since a folder must be empty before.
+        The journal becomes a file beside the folder, which must be empty to be removed.
         """
         if self.checkpoint.exists() or not self.output.exists():  # nothing is in its place
             self.journal.unlink(missing_ok=True)
@@ -165,7 +165,7 @@ class WorkFolder:
         self._remove_done()
 
     def _owns_done(self) -> bool:
-        """Whether the journal of a run that ended lies beside the output."""
+        """Whether the journal of a finished run is beside the output."""
         with suppress(OSError):
             handle = os.open(self.done, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
@@ -194,7 +194,7 @@ class WorkFolder:
     # -- the journal --------------------------------------------------------------------------
 
     def read(self) -> dict[str, Any] | None:
-        """Return the journal of a run that did not end, or only just, if there is one."""
+        """Return the journal of an unfinished run, or of one that has only just finished."""
         self.check_own()
         if self.journal.exists():
             return read_journal(self.journal)
@@ -206,7 +206,7 @@ class WorkFolder:
         return [journal for journal in journals if journal["identity"]]
 
     def record(self, content: dict[str, Any], rank: int = 0) -> None:
-        """Replace the journal of a rank; what it speaks of must be on the disk already."""
+        """Replace the journal of a rank; the bytes that it lists must be on the disk already."""
         path = self.path / f"journal-{rank}.json" if rank else self.journal
         try:
             sync(self.checkpoint)
@@ -214,7 +214,7 @@ class WorkFolder:
         except OSError as error:
             raise CheckpointError(
                 f"{path} cannot be written: {error.strerror}; make room or choose another "
-                "disk. The same command goes on from its last mark"
+                "disk. The same command resumes from its last mark"
             ) from error
 
     def has_ranks(self) -> bool:
@@ -226,7 +226,7 @@ class WorkFolder:
             path.unlink()
 
     def clear(self) -> None:
-        """Forget an earlier run; what the output held before comes back if nothing replaced it."""
+        """Discard an earlier run; put the old output back if nothing replaced it."""
         self._put_back()
         self.journal.unlink(missing_ok=True)
         self._remove_done()
@@ -243,10 +243,10 @@ class WorkFolder:
     # -- the end ------------------------------------------------------------------------------
 
     def move_into_place(self) -> None:
-        """Rename; at any moment either the old or the new output is in place.
+        """Move the checkpoint to the output; at any moment either the old or the new one is there.
 
-        Where two folders cannot be exchanged, there is a moment without either: a run that is
-        killed then leaves the old one to the next run, which puts it back.
+        Where two folders cannot be exchanged, there is a moment without either: if the run is
+        killed then, the next one puts the old output back.
         """
         if not self.output.exists():
             self.checkpoint.rename(self.output)

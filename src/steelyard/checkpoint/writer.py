@@ -2,7 +2,7 @@
 
 Everything is written to a hidden folder beside the output, and moved into place by one rename when
 it is complete and on the disk. A server that watches the output never sees half of it. A run that
-fails before its first mark leaves nothing behind; after it, the same run can be taken up again.
+fails before its first mark leaves nothing behind; after it, the same command resumes.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class CheckpointWriter(ResumableRun):
     keep_tokenizer:  carry over a tokenizer that `output_dir` holds, where none was written
     max_shard_bytes: a shard holds at most this much, or one tensor that is larger
     source:          the checkpoint that is read meanwhile, and so must not be written over
-    identity:        what the run is made of, by name, in JSON's types. With it `mark` records how
-                     far the run came, and a later one with the same identity starts there
-    resume:          False forgets an earlier run instead
-    ranks:           those that write this checkpoint together, each shards of its own; the first
-                     of them begins and ends it
+    identity:        inputs of the run by name, in JSON's types: a run resumes from the marks of an
+                     earlier one if these match; None makes no marks
+    resume:          False discards an earlier run
+    ranks:           the ranks that write this checkpoint together, each its own shards; the first
+                     one starts and finishes it
 
     >>> with CheckpointWriter("out") as writer:
     ...     writer.add("model.norm.weight", torch.ones(8))
@@ -70,7 +70,7 @@ class CheckpointWriter(ResumableRun):
         self.overwrite = overwrite
         self.keep_tokenizer = keep_tokenizer
         self.max_shard_bytes = max_shard_bytes
-        self.source: Path | None = None  # a folder, where there is one
+        self.source: Path | None = None
         if source is not None:
             self.source = source.folder if isinstance(source, Shards) else Path(source)
             check_apart(self.output_dir, self.source.resolve())
@@ -91,16 +91,16 @@ class CheckpointWriter(ResumableRun):
     ) -> None:
         self._open = False
         self._shards.abandon()
-        if error is not None:  # before the folder goes in which they write
+        if error is not None:  # before the folder that they write to is removed
             self.ranks.announce(error)
         if not self.ranks.is_first:
             return
-        # of which the cause can be removed
+        # errors whose cause the user can remove, and then resume
         lasting = (CheckpointError, CalibrationError, RanksError, OutputError, ReportError)
         worth = kind is not None and not (
             issubclass(kind, SteelyardError) and not issubclass(kind, lasting)
         )
-        together = kind is not None and self.ranks.count > 1  # others may write still
+        together = kind is not None and self.ranks.count > 1  # others may still be writing
         self.work.close(keep=(self._keep and worth) or together)
         if kind is None and not self.finished:
             raise RuntimeError("the checkpoint was not finished: call finish(config) at the end")
@@ -112,10 +112,10 @@ class CheckpointWriter(ResumableRun):
     def mark(
         self, progress: dict[str, Any], files: dict[str, dict[str, int]] | None = None
     ) -> None:
-        """Record that all that was added so far is done, and what else the run must remember.
+        """Record that everything added so far is done, and what the run needs to resume.
 
-        files: those in the work folder that it needs to resume, by name, each with what
-               `file_record` says of it; None for those of the last mark
+        files: those in the work folder that it needs, by name, each with its `file_record`; None
+               for those of the last mark
         """
         self._require_open()
         if files is not None:
@@ -136,7 +136,7 @@ class CheckpointWriter(ResumableRun):
     def copy(self, name: str, source: Shards, pieces: Iterable[Any] | None = None) -> None:
         """Write a tensor of another checkpoint, a piece at a time.
 
-        pieces: its bytes, where they are looked at on their way
+        pieces: its bytes, where the caller checks them on the way
         """
         self._require_open()
         info = source.info(name)
@@ -145,34 +145,33 @@ class CheckpointWriter(ResumableRun):
         file.add_pieces(name, info.dtype, info.shape, given)
 
     def at(self, position: int) -> None:
-        """Let the tensors that follow be those of one shard, which holds them all.
+        """Write the tensors that follow to one shard, which holds them all.
 
-        Shards that were not begun in order, by several ranks or by an earlier run, come out as if
-        they were.
+        The order in which ranks or an earlier run started their shards does not show in the files.
         """
         self._shards.at(position)
 
     def is_complete(self, position: int) -> bool:
-        """Whether a shard was ended, by this run or the one that it continues."""
+        """Whether this run, or the one that it resumes, has completed a shard."""
         return position in self._shards.complete
 
     def join(self) -> None:
-        """Wait for all ranks to have written their shards, and learn of them; each must call."""
+        """Wait until all ranks have written their shards; every rank must call."""
         self._require_open()
         self._gather()
 
     # -- other files ------------------------------------------------------------------------
 
     def carry(self, shards: Shards) -> list[Path]:
-        """Copy what is not weights; what was written already, and config.json, stay as they are."""
+        """Copy all files but weights and config.json; files that were written already stay."""
         return self._carry(shards.folder, shards.other_files())
 
     def carry_files(self, folder: Path) -> list[Path]:
-        """Copy what is not weights from a folder that need not hold any."""
+        """Copy all files but weights from a folder that need not be a checkpoint."""
         return self._carry(folder, other_files(folder))
 
     def carry_tokenizer(self, folder: Path) -> list[Path]:
-        """Copy the files of a tokenizer or processor, and nothing else that lies beside them."""
+        """Copy the files of a tokenizer or processor alone."""
         return self._carry(folder, tokenizer_files(folder))
 
     def _carry(self, folder: Path, files: list[Path]) -> list[Path]:
@@ -180,13 +179,13 @@ class CheckpointWriter(ResumableRun):
         return copy_files(folder, files, self.partial, without=(CONFIG, PROVENANCE))
 
     def write_text(self, name: str, text: str) -> None:
-        """Write a file of its own; `name` is relative to the output."""
+        """Write a text file; `name` is relative to the output."""
         self._require_open()
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or name in (CONFIG, INDEX):
             raise CheckpointError(
                 f"{name} cannot be written here: {CONFIG} and {INDEX} come from "
-                "finish, and all files lie inside the output"
+                "finish, and all files are inside the output"
             )
         target = self.partial / path
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -205,9 +204,8 @@ class CheckpointWriter(ResumableRun):
         check:   called with the complete folder before it is moved; may raise
         changed: tensors to `claim`; all claims go to provenance.json
 
-        Where marks are made, one must say that all tensors are there before this is called.
-        From the moment that it is complete it is not removed again: if it cannot be moved into
-        place, the error says where it is.
+        A run that makes marks makes one when all tensors are there, before this call. A complete
+        checkpoint is not removed: if it cannot be moved into place, the error says where it is.
         """
         self._require_open()
         self._shards.end_current()

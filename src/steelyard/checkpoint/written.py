@@ -1,6 +1,6 @@
-"""A checkpoint as its own files describe it: which module has which scheme, and what it decodes to.
+"""A checkpoint as its own files describe it: the scheme of each module, and its decoded weight.
 
-Nothing is known but config.json and the names of the tensors, as a server sees it.
+Only config.json and the names of the tensors are used, as by a server.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class WrittenCheckpoint:
             self.tensors.setdefault(module, set()).add(local)
         check_patterns(folder, self.quantization, self.tensors)
         ignore = self.quantization.ignore or ()
-        self._ignored = set(ignore)  # a list of all that is left out may have 100,000 names
+        self._ignored = set(ignore)  # may hold 100,000 names
         self._patterns = [entry for entry in ignore if entry.startswith(PREFIX)]
         self.schemes = {
             module: scheme
@@ -89,7 +89,7 @@ class WrittenCheckpoint:
         return plain in self.shards and len(self.shards.info(plain).shape) == 2
 
     def shape(self, module: str) -> tuple[int, int]:
-        """The shape that the weight had, from the source or else from what is stored."""
+        """The original shape of the weight, from the source or else from the stored tensors."""
         plain = f"{module}.{WEIGHT}"
         if self.source is not None and plain in self.source:
             rows, columns = self.source.info(plain).shape
@@ -99,11 +99,11 @@ class WrittenCheckpoint:
             stored, self.schemes[module].weights, lambda n: self.shards.read(f"{module}.{n}")
         )
         if shape is None:
-            raise CheckpointError("there is no weight, nor anything that tells its shape")
+            raise CheckpointError("it has no weight, and no tensor that determines its shape")
         return shape
 
     def dtype(self, module: str) -> torch.dtype:
-        """The type that the weight had."""
+        """The original type of the weight."""
         plain, scale = f"{module}.{WEIGHT}", f"{module}.{SCALE}"
         if self.source is not None and plain in self.source:
             return self.source.info(plain).dtype
@@ -120,8 +120,8 @@ class WrittenCheckpoint:
         return StoredWeight(self.shards, module, names, self.schemes[module], self.shape(module))
 
     def decode(self, module: str) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield the weight that a server reconstructs, fp32, some rows at a time with the first's
-        number: unpacked in one go it would take many times its size."""
+        """Yield the weight that a server reconstructs, fp32, some rows at a time with the number of
+        the first: unpacked at once it would take many times its size."""
         stored = self.stored(module)
         rows, columns = stored.shape
         step = max(stored.unit, _AT_ONCE // max(columns, 1) // stored.unit * stored.unit)

@@ -49,7 +49,7 @@ class CodeBytes(StoredFormat):
         errors: torch.Tensor | None,
     ) -> dict[str, torch.Tensor]:
         scale, zero_point = qparams[SCALE], qparams.get(ZERO_POINT)
-        # without the global scale, of which compressed-tensors takes no notice here either
+        # compressed-tensors ignores a global scale here too
         codes = quantize_and_pack(weight, scale, zero_point, args, packed=False, errors=errors)
         return {SCALE: self.stored_scale(scale, args), self.codes: codes}
 

@@ -1,4 +1,4 @@
-"""A weight in its own type: `dense`, the format of what is not quantized."""
+"""A weight in its original type: `dense`, the format of unquantized modules."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@
     weight_shape       I64 [2]
     weight_zero_point  I32 [out * bits / 32, in / g], where the type is asymmetric
 
-Codes lie along the input, low bits first, and count from the smallest; zero points lie along the
-output.
+Codes are packed along the input, low bits first, and count from the smallest; zero points are
+packed along the output.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a checkpoint holds for one module: names, types, shapes and bytes."""
+"""The tensors that a checkpoint holds for one module: names, types, shapes and bytes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["expected_attention_tensors", "expected_tensors", "stored_tensors", "
 
 
 def values_of(scheme: QuantizationScheme) -> dict[str, QuantizationArgs]:
-    """Return how each value of a Linear is quantized, by base name; others are left out."""
+    """Return the arguments of each quantized value of a Linear, by base name."""
     values = {
         "weight": scheme.weights,
         "input": scheme.input_activations,
@@ -40,7 +40,7 @@ def stored_tensors(
     format: str | None = None,
     errors: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Return what the file holds for a Linear, under local names such as `weight_packed`.
+    """Return the stored tensors of a Linear, under local names such as `weight_packed`.
 
     weight:  (out, in); None returns the parameters of the activations alone
     qparams: `weight_scale`, `weight_zero_point`, `weight_global_scale`, `input_scale` and so on,
@@ -76,7 +76,7 @@ def stored_tensors(
 
 def _unstored(scheme: QuantizationScheme, format: str) -> set[str]:
     """Return the zero points that are zero by definition, which the server refuses to load."""
-    if format == DENSE:  # stored as it is, whatever it is
+    if format == DENSE:  # stores what it is given
         return set()
     return {f"{base}_zero_point" for base, args in values_of(scheme).items() if args.symmetric}
 
@@ -90,7 +90,7 @@ def _squared_error(weight: torch.Tensor, qparams: Tensors, args: QuantizationArg
 def expected_tensors(
     scheme: QuantizationScheme, shape: tuple[int, int], dtype: torch.dtype
 ) -> dict[str, TensorSpec]:
-    """Return type and shape of everything that a Linear must have in the file, but for its bias.
+    """Return type and shape of every tensor that a Linear has in the file, without its bias.
 
     shape: (out, in) of the weight before it was quantized
     dtype: its type then, which is also the type of scales that the format leaves open
@@ -108,7 +108,7 @@ def expected_tensors(
 def _expected_activation(
     base: str, args: QuantizationArgs, width: int, dtype: torch.dtype
 ) -> dict[str, TensorSpec]:
-    """Parameters of what goes in or comes out; a dynamic scale is found while serving."""
+    """Return the static parameters of inputs or outputs; servers compute dynamic scales."""
     if args.dynamic is True:
         return {}
     expected: dict[str, TensorSpec] = {}
@@ -123,7 +123,7 @@ def _expected_activation(
 def expected_attention_tensors(
     args: QuantizationArgs, dtype: torch.dtype, num_kv_heads: int
 ) -> dict[str, TensorSpec]:
-    """Return what an attention module has for its quantized cache: `k_scale` and `v_scale`."""
+    """Return the tensors of an attention module with a quantized cache: `k_scale`, `v_scale`."""
     if args.dynamic is True:
         return {}
     shape = (1,) if args.strategy == "tensor" else (num_kv_heads, 1, 1)

@@ -1,4 +1,4 @@
-"""The shape that a weight had, told by what is stored for it."""
+"""The original shape of a weight, from its stored tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def original_shape(
     args: QuantizationArgs | None,
     read: Callable[[str], torch.Tensor],
 ) -> tuple[int, int] | None:
-    """Return (out, in) of a weight before it was quantized; None where nothing tells.
+    """Return (out, in) of a weight before it was quantized; None where no tensor determines it.
 
     stored: local name -> shape, of a module whose tensors need not be those of its scheme
     read:   returns a stored tensor

@@ -26,7 +26,7 @@ def is_exponents(dtype: torch.dtype) -> bool:
 
 
 def stored_scale_values(stored: torch.Tensor) -> torch.Tensor:
-    """Return the values of stored scales, fp64; the last exponent stands for NaN."""
+    """Return the values of stored scales, fp64; the largest exponent is NaN."""
     if not is_exponents(stored.dtype):
         return stored.double()
     values = torch.exp2(stored.double() - _BIAS)

@@ -1,8 +1,8 @@
-"""How a quantized weight lies in a file: one object for each format of compressed-tensors.
+"""How a quantized weight is stored: one descriptor for each format of compressed-tensors.
 
-Plan, writer, decoder, validator and report ask it for names, types, shapes, bytes and words, and
+Plan, writer, decoder, validator and report ask it for names, types, shapes, bytes and words; they
 compare no name of a format or tensor themselves. compressed-tensors defines the layouts. Its
-compressors do what our kernel does not cover, and all of the decoding, as in a server's loader.
+compressors pack what our kernel does not cover, and decode everything, as a server's loader does.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class CodeGrid(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredFormat(ABC):
-    """One format.
+    """A stored format.
 
     name:        as in config.json
     description: in words
-    codes:       the tensor that holds the codes
+    codes:       local name of the tensor that holds the codes
     scale_dtype: type of the scales, unless the scheme names one; None for that of the weight
     """
 
@@ -76,7 +76,7 @@ class StoredFormat(ABC):
     def tensors(
         self, args: QuantizationArgs, shape: tuple[int, int], dtype: torch.dtype
     ) -> dict[str, TensorSpec]:
-        """Return type and shape of what is stored for a weight.
+        """Return type and shape of each tensor that is stored for a weight.
 
         shape, dtype: (out, in) and type of the weight before it was quantized
         """
@@ -94,7 +94,7 @@ class StoredFormat(ABC):
     def code_tensors(
         self, args: QuantizationArgs, shape: tuple[int, int], dtype: torch.dtype
     ) -> dict[str, TensorSpec]:
-        """Return type and shape of the codes, and of what is stored in another way with them."""
+        """Return type and shape of the codes, and of tensors that this format adds or replaces."""
 
     def scale_type(self, args: QuantizationArgs, dtype: torch.dtype) -> torch.dtype:
         """Return the type of a weight's scale, given the type of the weight."""
@@ -128,7 +128,7 @@ class StoredFormat(ABC):
         args: QuantizationArgs,
         errors: torch.Tensor | None,
     ) -> dict[str, torch.Tensor]:
-        """Return what is stored otherwise than it is given, where `packs` is true.
+        """Return the tensors that are not stored as given; called where `packs` is true.
 
         The arguments are those of `stored_tensors`.
         """
@@ -153,7 +153,7 @@ class StoredFormat(ABC):
         args: QuantizationArgs,
         rows: tuple[int, int],
     ) -> tuple[int, int] | None:
-        """Return which rows of a stored tensor belong to some rows of the weight; None for all.
+        """Return the rows of a stored tensor that belong to some rows of the weight; None for all.
 
         spec:  type and shape of the stored tensor
         shape: (out, in) of the weight
@@ -170,9 +170,9 @@ class StoredFormat(ABC):
         return math.lcm(_AT_ONCE, _height(args))
 
     def decode(self, stored: Tensors, scheme: QuantizationScheme) -> torch.Tensor:
-        """Return the weight, fp32, in the compressor's arithmetic but for float scales.
+        """Return the weight, fp32, as the compressor decodes it.
 
-        These are widened: else the product is rounded to bf16, which 8 bits notice.
+        Float scales are widened first: else the product is rounded to bf16, which shows at 8 bits.
         """
         scale = stored.get(SCALE)
         if scale is not None and scale.dtype.itemsize > 1:
@@ -180,9 +180,9 @@ class StoredFormat(ABC):
         return torch.as_tensor(self.compressor.decompress(dict(stored), scheme)["weight"]).float()
 
     def grid(self, stored: Tensors, scheme: QuantizationScheme) -> CodeGrid | None:
-        """Return what the codes of some rows stand for; None where that cannot be found out.
+        """Return the values of the codes of some rows; None where they are unknown.
 
-        Codes that are all equal are decoded with the stored scales.
+        Found by decoding equal codes with the stored scales.
         """
         args = scheme.weights
         assert args is not None
@@ -201,7 +201,7 @@ class StoredFormat(ABC):
     def filled(
         self, codes: torch.Tensor, args: QuantizationArgs, code: float
     ) -> torch.Tensor | None:
-        """Return stored codes like `codes` that are all equal; None where that is not known.
+        """Return a tensor like `codes` that holds one code everywhere; None if it cannot be made.
 
         code: either end of an integer type; 0 or 1 for floats
         """
