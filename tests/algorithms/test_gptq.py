@@ -202,7 +202,7 @@ def test_moments_are_those_in_float64(dtype: torch.dtype, workers: int) -> None:
         with ThreadPool(count) as pool:
             moments = Hessians({"l": linear}, pool=pool)
             for i, x in enumerate(batches):
-                moments.see(["l"], x, lane=i * 16 // 20)
+                moments.see(["l"], x, partial_sum=i * 16 // 20)
                 if not at_once:
                     moments.flush()
             moments.flush()

@@ -1,4 +1,4 @@
-"""Sums over lanes: any number of ranks, any gaps, one order, which is written out here by hand."""
+"""Sums of partial sums: any number of ranks, any gaps, one order, written out by hand."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steelyard.distributed import lanes_of, share
-from steelyard.kernels.partial_sums import LANES, LaneSum, lane_of
+from steelyard.distributed import batches_of, partial_sums_of
+from steelyard.kernels.partial_sums import PARTIAL_SUMS, FixedOrderSum, partial_sum_of
 
 
 def zero() -> torch.Tensor:
@@ -23,22 +23,22 @@ def values(batches: int, seed: int) -> list[torch.Tensor]:
 
 
 def by_hand(terms: list[torch.Tensor]) -> torch.Tensor:
-    """Add lanes, then nodes of four lanes, then those, each from left to right."""
-    lanes = [zero() for _ in range(LANES)]
+    """Add partial sums, then nodes of four of them, then those, each from left to right."""
+    partials = [zero() for _ in range(PARTIAL_SUMS)]
     for batch, term in enumerate(terms):
-        lanes[lane_of(batch, len(terms))] += term
-    nodes = [((a + b) + c) + d for a, b, c, d in zip(*[iter(lanes)] * 4, strict=True)]
+        partials[partial_sum_of(batch, len(terms))] += term
+    nodes = [((a + b) + c) + d for a, b, c, d in zip(*[iter(partials)] * 4, strict=True)]
     return ((nodes[0] + nodes[1]) + nodes[2]) + nodes[3]
 
 
 def by_ranks(terms: list[torch.Tensor], ranks: int, seen: set[int] | None = None) -> torch.Tensor:
-    whole = LaneSum(zero)
+    whole = FixedOrderSum(zero)
     for rank in range(ranks):
-        mine = LaneSum(zero, lanes_of(rank, ranks).start)
-        for batch in share(len(terms), rank, ranks):
+        mine = FixedOrderSum(zero, partial_sums_of(rank, ranks).start)
+        for batch in batches_of(len(terms), rank, ranks):
             if seen is None or batch in seen:
-                mine.lane(lane_of(batch, len(terms))).add_(terms[batch])
-        whole.take(mine.partials())
+                mine.partial_sum(partial_sum_of(batch, len(terms))).add_(terms[batch])
+        whole.extend(mine.partials())
     return whole.total()
 
 
@@ -65,9 +65,9 @@ def test_another_order_would_show() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 16, 20])
 def test_shares_are_all_batches_in_order(ranks: int) -> None:
     for batches in (1, 2, 5, 16, 64, 100):
-        taken = [batch for rank in range(ranks) for batch in share(batches, rank, ranks)]
+        taken = [batch for rank in range(ranks) for batch in batches_of(batches, rank, ranks)]
         assert taken == list(range(batches))
-        assert len(share(batches, 0, ranks)) > 0  # the first rank always has one
+        assert len(batches_of(batches, 0, ranks)) > 0  # the first rank always has one
 
 
 def test_one_process_holds_three_matrices() -> None:
@@ -77,18 +77,18 @@ def test_one_process_holds_three_matrices() -> None:
         made.append(zero())
         return made[-1]
 
-    total = LaneSum(counted)
+    total = FixedOrderSum(counted)
     held = []
-    for lane in range(LANES):
-        total.lane(lane).add_(lane)
+    for partial_sum in range(PARTIAL_SUMS):
+        total.partial_sum(partial_sum).add_(partial_sum)
         held.append(sum(p.value is not None for p in total._partials) + len(total._spare))
     assert max(held) == 3
-    assert torch.equal(total.total(), zero() + sum(range(LANES)))
-    assert len(made) <= 3 + LANES // 4  # what was added to another is used again
+    assert torch.equal(total.total(), zero() + sum(range(PARTIAL_SUMS)))
+    assert len(made) <= 3 + PARTIAL_SUMS // 4  # what was added to another is used again
 
 
-def test_lanes_come_in_order() -> None:
-    total = LaneSum(zero)
-    total.lane(3)
-    with pytest.raises(ValueError, match="lane 1 comes after lane 3"):
-        total.lane(1)
+def test_partial_sums_come_in_order() -> None:
+    total = FixedOrderSum(zero)
+    total.partial_sum(3)
+    with pytest.raises(ValueError, match="partial sum 1 comes after 3"):
+        total.partial_sum(1)

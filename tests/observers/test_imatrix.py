@@ -405,7 +405,7 @@ FALLBACKS: dict[str, tuple[Callable[..., IMatrixMSEObserver], str]] = {
     ),
     "activation": (
         lambda **o: IMatrixMSEObserver("input", INT4, **o),
-        "weighs the columns of a weight, not an activation",
+        "applies to the columns of a weight, not to an activation",
     ),
 }
 
@@ -555,6 +555,6 @@ def test_attaching_in_inference_mode_gathers_outside_of_it() -> None:
 
 def test_importance_for_an_activation_is_not_implemented() -> None:
     observer = IMatrixMSEObserver("input", QuantizationArgs(num_bits=8), strict=True)
-    with pytest.raises(NotImplementedError, match="weighs the columns of a weight") as raised:
+    with pytest.raises(NotImplementedError, match="applies to the columns of a weight") as raised:
         observer(torch.ones(2, 8))
     assert isinstance(raised.value, ImportanceError)

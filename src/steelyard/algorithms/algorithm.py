@@ -82,19 +82,19 @@ class Needs:
 class Seen:
     """What one batch shows at one place of a block.
 
-    place:   input | output | query | key | value | call
-    modules: names of the modules; several where they share one input
-    value:   (..., features); for a call the pair of its positional and keyword arguments
-    batch:   number of the batch among all batches of the run
-    lane:    number of the partial sum that the batch belongs to; see `kernels.partial_sums`
-    turn:    number of the pass, from 0
+    place:       input | output | query | key | value | call
+    modules:     names of the modules; several where they share one input
+    value:       (..., features); for a call the pair of its positional and keyword arguments
+    batch:       number of the batch among all batches of the run
+    partial_sum: number of the one that the batch belongs to; see `kernels.partial_sums`
+    turn:        number of the pass, from 0
     """
 
     place: str
     modules: tuple[str, ...]
     value: Any
     batch: int
-    lane: int = 0
+    partial_sum: int = 0
     turn: int = 0
 
 

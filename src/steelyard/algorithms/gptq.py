@@ -54,14 +54,14 @@ class GPTQ(Nearest):
         return Hessians(weighed, self.modifier.offload_hessians, block.ranks, block.pool)
 
     def see(self, state: Hessians, seen: Seen) -> None:
-        state.see(seen.modules, seen.value, seen.lane)
+        state.see(seen.modules, seen.value, seen.partial_sum)
 
     def flush(self, state: Hessians) -> None:
         state.flush()
 
     def join(self, state: Hessians, block: Block) -> None:
         state.close()
-        state.meet(block.owners)
+        state.join(block.owners)
         for name in block.mine:
             if tokens := state.tokens(name):
                 squares = partial(state.diagonal, name)

@@ -1,17 +1,17 @@
-"""Several processes that do one run together, as `torchrun` starts them; and threads within one."""
+"""Processes of one run, as `torchrun` starts them, and threads within a process."""
 
 from steelyard.distributed.packing import sendable
-from steelyard.distributed.partition import deal, lanes_of, share
+from steelyard.distributed.partition import assign, batches_of, partial_sums_of
 from steelyard.distributed.ranks import Ranks, join_from_environment, together
 from steelyard.distributed.thread_pool import ThreadPool
 
 __all__ = [
     "Ranks",
     "ThreadPool",
-    "deal",
+    "assign",
+    "batches_of",
     "join_from_environment",
-    "lanes_of",
+    "partial_sums_of",
     "sendable",
-    "share",
     "together",
 ]

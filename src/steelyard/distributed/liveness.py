@@ -1,9 +1,9 @@
-"""Signs of life: which ranks of a run are alive, where each one is, and why the run ends.
+"""Heartbeats: which ranks of a run are alive, where each one is, and why the run ends.
 
-Every rank writes to the store that the process group was made with: a sign of life each second, the
-layer that it works on, and, when it fails, why. The first reason written is the one that all ranks
-repeat. One thread per rank talks to the store, since a call never returns when the process that
-holds the store is stopped; whoever asks that thread waits for a limited time.
+Every rank writes to the store of the process group: a heartbeat each second, its current layer, and
+the reason if it fails. All ranks report the first reason written. One thread per rank calls the
+store, since a call never returns while the process that holds the store is stopped; callers wait
+for that thread with a timeout.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ __all__ = ["Liveness"]
 
 T = TypeVar("T")
 
-_BEAT = 1.0  # seconds between two signs of life
-_LOOK = 0.5  # seconds between two looks at the others
-_ANSWER = 6.0  # seconds without a sign, once something is known to be wrong
-_SILENCE = 40.0  # seconds without a sign, while nothing else is wrong
-_ARRIVAL = 600.0  # seconds that a rank may take to its first sign
+_BEAT = 1.0  # seconds between two heartbeats
+_LOOK = 0.5  # seconds between two checks of the others
+_ANSWER = 6.0  # seconds without a heartbeat, once an error is known
+_SILENCE = 40.0  # seconds without a heartbeat, while no error is known
+_ARRIVAL = 600.0  # seconds until the first heartbeat of a rank
 
 
 class StoreSilent(Exception):
@@ -33,7 +33,7 @@ class StoreSilent(Exception):
 
 
 class Liveness:
-    """Signs of life of this rank, and what it knows of the others."""
+    """Heartbeats of this rank, and its view of the others."""
 
     def __init__(self, rank: int, count: int, store: Any) -> None:
         self.rank = rank
@@ -46,10 +46,12 @@ class Liveness:
         self._answers = True  # the store does
         self._looked = 0.0
         self._beat = 0
-        self._seen: dict[int, tuple[bytes, float]] = {}  # rank -> its last sign, and since when
+        self._seen: dict[
+            int, tuple[bytes, float]
+        ] = {}  # rank -> its last heartbeat, and since when
 
     def start(self) -> None:
-        """Give signs of life from now on; the first before this returns."""
+        """Send heartbeats from now on; the first before this returns."""
         self._thread = threading.Thread(target=self._live, name="signs of life", daemon=True)
         self._thread.start()
         with contextlib.suppress(StoreSilent):
@@ -58,7 +60,7 @@ class Liveness:
     def stop(self) -> None:
         if self._thread is not None:
             self._calls.put(None)
-            self._thread.join(_ANSWER if self._answers else 0)  # one that is stuck is left behind
+            self._thread.join(_ANSWER if self._answers else 0)  # abandon one that is stuck
             self._thread = None
 
     def at(self, place: str) -> None:
@@ -74,7 +76,7 @@ class Liveness:
                 self._ask(lambda: self._store.set("reason", reason))
 
     def speaks_first(self) -> bool:
-        """Whether no other rank has printed why the run ends; True where nobody can know."""
+        """Whether no other rank has printed the reason; True if the store does not answer."""
         try:
             return bool(self._ask(lambda: self._store.add("speakers", 1)) == 1)
         except StoreSilent:
@@ -93,7 +95,7 @@ class Liveness:
         return self.reason
 
     def diagnose(self) -> str | None:
-        """Return which rank is missing, once something is wrong; None if all give signs of life."""
+        """Return which rank is missing, once an error is known; None if all are alive."""
         if self._thread is None:
             return None
         if self.reason is None:
@@ -117,7 +119,7 @@ class Liveness:
             if silent:
                 self.end(self._ask(lambda: self._missing(silent)))
 
-    # -- on the thread that talks to the store ------------------------------------------------
+    # -- on the thread that calls the store ---------------------------------------------------
 
     def _live(self) -> None:
         due = time.monotonic() + _BEAT
@@ -126,7 +128,7 @@ class Liveness:
                 call = self._calls.get(timeout=max(due - time.monotonic(), 0))
             except queue.Empty:
                 due = time.monotonic() + _BEAT
-                with contextlib.suppress(Exception):  # a caller is told when it asks
+                with contextlib.suppress(Exception):  # the next caller gets the error
                     self._sign()
                 continue
             if call is None:
@@ -134,7 +136,7 @@ class Liveness:
             call()
 
     def _ask(self, function: Callable[[], T]) -> T:
-        """Return what `function` returns on the thread that talks to the store."""
+        """Call `function` on the thread that calls the store, and return its result."""
         if not self._answers or self._thread is None:
             raise StoreSilent
         answer: Future[T] = Future()
@@ -147,7 +149,7 @@ class Liveness:
                 answer.set_exception(StoreSilent(str(error)))
 
         self._calls.put(call)
-        try:  # what a signal's handler raises here must pass: catch nothing wider
+        try:  # exceptions of signal handlers must pass: catch nothing wider
             return answer.result(_SILENCE)
         except TimeoutError:
             self._answers = False
@@ -164,9 +166,9 @@ class Liveness:
         return self._missing(silent) if silent else None
 
     def _silent(self, seconds: float, arrival: float) -> list[int]:
-        """Return the ranks without a new sign for so long.
+        """Return the ranks without a new heartbeat for `seconds`.
 
-        arrival: the same, for a rank that has given none
+        arrival: the limit for a rank that has sent none yet
         """
         now = time.monotonic()
         silent = []
@@ -195,6 +197,6 @@ class Liveness:
 
 
 def _holder_silent() -> str:
-    """Return what to say when the process that holds the store is gone or stopped."""
+    """Return the reason when the process that holds the store is gone or stopped."""
     who = "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "rank 0"
     return f"{who}, which holds the ranks together, does not answer: it was killed, or it hangs"

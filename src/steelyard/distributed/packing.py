@@ -1,8 +1,8 @@
 """Values as bytes, the form in which ranks send them to each other: JSON, then tensors.
 
-Nothing that a rank receives is run, as a pickle would be. A message is the length of its JSON (8
-bytes), the JSON, and the bytes of all tensors one after another. What JSON has no word for is an
-object with one key, the kind:
+Received data is never executed, as a pickle would be. A message is the length of its JSON (8
+bytes), the JSON, and the bytes of all tensors one after another. A type that JSON lacks is an
+object with one key, its kind:
 
     {"tuple": [1, 2]}   {"dict": [["a", 1], ["b", 2]]}   {"tensor": ["bfloat16", [2, 3], 0, 12]}
 
@@ -22,7 +22,7 @@ from torch import distributed as dist
 
 from steelyard.errors import RanksError
 
-__all__ = ["gather_plainly", "pack", "sendable", "unpack"]
+__all__ = ["gather_unwatched", "pack", "sendable", "unpack"]
 
 Class = TypeVar("Class", bound=type)
 
@@ -31,7 +31,7 @@ _SENDABLE: dict[str, type] = {}
 
 
 def sendable(kind: Class) -> Class:
-    """Let instances of a dataclass be sent; all ranks must have declared it."""
+    """Declare a dataclass that ranks may send; all ranks must declare it."""
     _SENDABLE[kind.__name__] = kind
     return kind
 
@@ -52,15 +52,15 @@ def unpack(data: torch.Tensor) -> Any:
         return _decoded(content, data[start:])
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
         raise RanksError(
-            f"another rank sent what this one does not understand ({type(error).__name__}: "
+            f"another rank sent a message that this one cannot decode ({type(error).__name__}: "
             f"{error}); start all ranks with the same version of Steelyard"
         ) from error
 
 
-def gather_plainly(value: Any) -> list[Any]:
+def gather_unwatched(value: Any) -> list[Any]:
     """Return what every rank gave, in order of rank, through the default process group.
 
-    Without a run that looks out for ranks that fail, unlike `Ranks.gather`.
+    Does not watch for ranks that fail, unlike `Ranks.gather`.
     """
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     own = pack(value).to(device)
@@ -75,7 +75,7 @@ def gather_plainly(value: Any) -> list[Any]:
 
 
 class _Encoder:
-    """Turns values into what JSON can say, and keeps the bytes of their tensors in `tensors`."""
+    """Turns values into JSON types, and collects the bytes of their tensors in `tensors`."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self.tensors = tensors
@@ -124,7 +124,7 @@ def _decoded(content: Any, data: torch.Tensor) -> Any:
         return {_decoded(k, data): _decoded(v, data) for k, v in inner}
     if kind == "tensor":
         name, shape, start, stop = inner
-        # a copy: a part of the message need not lie where its type may begin
+        # a copy, since the offset in the message may be unaligned for the type
         return data[start:stop].clone().view(_dtype(name)).reshape(shape)
     if kind == "bytes":
         return base64.b64decode(inner)

@@ -1,18 +1,18 @@
-"""Who does what: pure functions, so that every rank finds the same answer without asking."""
+"""How work is partitioned: pure functions, so that every rank computes the same answer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from steelyard.kernels.partial_sums import LANES, lane_of
+from steelyard.kernels.partial_sums import PARTIAL_SUMS, partial_sum_of
 
-__all__ = ["deal", "lanes_of", "share"]
+__all__ = ["assign", "batches_of", "partial_sums_of"]
 
 
-def deal(costs: Sequence[float], ranks: int) -> list[int]:
-    """Return the rank of each piece of work: the dearest first, each to whom has least so far.
+def assign(costs: Sequence[float], ranks: int) -> list[int]:
+    """Return the rank of each piece of work: largest first, each to the least loaded rank.
 
-    >>> deal([5, 1, 4, 2], 2)
+    >>> assign([5, 1, 4, 2], 2)
     [0, 0, 1, 1]
     """
     loads = [0.0] * ranks
@@ -24,17 +24,17 @@ def deal(costs: Sequence[float], ranks: int) -> list[int]:
     return owners
 
 
-def share(batches: int, rank: int, ranks: int) -> range:
-    """Return which batches a rank takes: a run of whole lanes, in order, which may be empty.
+def batches_of(batches: int, rank: int, ranks: int) -> range:
+    """Return the batches of a rank: those of its partial sums, which may be none.
 
-    >>> [share(8, rank, 3) for rank in range(3)]
+    >>> [batches_of(8, rank, 3) for rank in range(3)]
     [range(0, 3), range(3, 6), range(6, 8)]
     """
-    mine = lanes_of(rank, ranks)
-    taken = [batch for batch in range(batches) if lane_of(batch, batches) in mine]
+    mine = partial_sums_of(rank, ranks)
+    taken = [batch for batch in range(batches) if partial_sum_of(batch, batches) in mine]
     return range(taken[0], taken[-1] + 1) if taken else range(0)
 
 
-def lanes_of(rank: int, ranks: int) -> range:
-    """Return the lanes of a rank; the first one always has some."""
-    return range(-(-rank * LANES // ranks), -(-(rank + 1) * LANES // ranks))
+def partial_sums_of(rank: int, ranks: int) -> range:
+    """Return the numbers of a rank's partial sums; rank 0 always has some."""
+    return range(-(-rank * PARTIAL_SUMS // ranks), -(-(rank + 1) * PARTIAL_SUMS // ranks))

@@ -1,8 +1,8 @@
-"""The ranks of a run: what they tell each other, and what becomes of one that fails.
+"""The ranks of a run: their messages, and how all of them end when one fails.
 
-What is exchanged goes through the CPU and gloo, also beside NCCL: numbers found during calibration
-are small, and an answer must not depend on the wires. Every wait looks out for ranks that failed or
-that give no sign of life (`liveness`).
+Messages go through the CPU and gloo, also with NCCL: calibration results are small, and must not
+depend on the transport. Every wait watches for ranks that failed or stopped responding
+(`liveness`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["Ranks", "join_from_environment", "together"]
 Value = TypeVar("Value")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_PATIENCE = timedelta(hours=2)  # that a rank waits for another which lives
+_PATIENCE = timedelta(hours=2)  # to wait for a rank that is alive
 
 
 def join_from_environment() -> None:
@@ -42,7 +42,7 @@ def join_from_environment() -> None:
 
 
 def together(function: Function) -> Function:
-    """Make a function one that all ranks call, and of which each learns if it fails on another."""
+    """Decorate a function that all ranks call: if it fails on one, it fails on all."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -56,8 +56,8 @@ class Ranks:
     """This process among those that do the run; alone where there is no process group."""
 
     _runs: ClassVar[int] = 0
-    _active: ClassVar[Ranks | None] = None  # those of the run that is under way
-    _side: ClassVar[tuple[Any, Any] | None] = None  # a process group, and gloo beside it
+    _active: ClassVar[Ranks | None] = None  # those of the current run
+    _side: ClassVar[tuple[Any, Any] | None] = None  # a process group, and its gloo group
 
     def __init__(self, rank: int = 0, count: int = 1, group: Any = None, store: Any = None) -> None:
         self.rank = rank
@@ -70,9 +70,9 @@ class Ranks:
 
     @classmethod
     def current(cls) -> Ranks:
-        """Return the ranks of the process group that is there; every rank must ask.
+        """Return the ranks of the current process group; every rank must call this.
 
-        Within a run that was begun `together` they are the same for all who ask.
+        Within `together` every call returns the same object.
         """
         if cls._active is not None:
             return cls._active
@@ -96,10 +96,10 @@ class Ranks:
     def is_first(self) -> bool:
         return self.rank == 0
 
-    # -- telling each other ---------------------------------------------------------------------
+    # -- messages -------------------------------------------------------------------------------
 
     def gather(self, value: Value) -> list[Value]:
-        """Return what every rank gave, in order of rank, on all of them."""
+        """Return the values of all ranks, in rank order, on every rank."""
         if self.count == 1:
             return [value]
         own = pack(value)
@@ -112,7 +112,7 @@ class Ranks:
         return [unpack(data[:size]) for data, size in zip(found, sizes, strict=True)]
 
     def broadcast(self, value: Value, source: int = 0) -> Value:
-        """Return on all ranks what `source` gave; what the others give does not count."""
+        """Return the value of `source` on all ranks; those of the others are ignored."""
         if self.count == 1:
             return value
         own = pack(value) if self.rank == source else torch.empty(0, dtype=torch.uint8)
@@ -122,9 +122,9 @@ class Ranks:
         return value if self.rank == source else unpack(data)
 
     def collect(self, value: Value, target: int = 0) -> Iterator[Value]:
-        """Yield on `target` what every rank gave, in order, one at a time; it must take all.
+        """Yield the values of all ranks on `target`, in rank order; consume all of them.
 
-        On the others there is nothing to take.
+        Yields nothing on the other ranks.
         """
         if self.count == 1:
             return iter([value])
@@ -159,7 +159,7 @@ class Ranks:
         return data
 
     def wait(self) -> None:
-        """Return when every rank has come here."""
+        """Return when every rank has called this."""
         self.gather(None)
 
     def _sizes(self, own: torch.Tensor) -> list[int]:
@@ -169,7 +169,7 @@ class Ranks:
         return [int(size) for size in sizes]
 
     def _do(self, begin: Callable[[], Any]) -> None:
-        """Begin an exchange and wait for its end, or for a rank that fails."""
+        """Start an exchange and wait until it completes or a rank fails."""
         started = time.monotonic()
         work, pause = None, 0.0
         try:
@@ -192,12 +192,12 @@ class Ranks:
 
     @classmethod
     def active(cls) -> Ranks | None:
-        """Return the ranks of the run that is under way."""
+        """Return the ranks of the current run."""
         return cls._active
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Tell the others when this rank fails in here, and until then that it lives."""
+        """Report to the other ranks that this one is alive, and if it fails."""
         before, Ranks._active = Ranks._active, self
         liveness = self._liveness if before is not self else None  # else it has been started
         if liveness is not None:
@@ -213,10 +213,10 @@ class Ranks:
             Ranks._active = before
 
     def announce(self, error: BaseException) -> None:
-        """Say that this rank fails, once.
+        """Report that this rank fails, once.
 
-        An error that another rank speaks of already gets the attribute `silent`, so that a program
-        can say it once.
+        An error that another rank has reported gets the attribute `silent`, so that a program can
+        print it once.
         """
         if self._liveness is None or self._announced:
             return
@@ -227,21 +227,21 @@ class Ranks:
         error.__dict__["silent"] = not self._liveness.speaks_first()
 
     def at(self, place: str) -> None:
-        """Say how far this rank has come, for the others' messages if it stops there."""
+        """Report the progress of this rank, for the others' messages if it stops there."""
         if self._liveness is not None:
             self._liveness.at(place)
 
     def look(self) -> None:
-        """Raise if another rank failed, or gives no sign of life."""
+        """Raise if another rank failed or stopped responding."""
         if self._liveness is not None and (reason := self._liveness.look()):
             raise RanksError(reason)
 
     def diagnose(self) -> str | None:
-        """Return which rank is missing; None if all of them give signs of life."""
+        """Return which rank is missing; None if all respond."""
         return None if self._liveness is None else self._liveness.diagnose()
 
     def end(self, reason: str) -> NoReturn:
-        """Raise why the run ends, on this rank now and on the others when they look."""
+        """End the run with a reason: on this rank now, on the others when they look."""
         if self._liveness is not None:
             self._liveness.end(reason)
         raise RanksError(reason)

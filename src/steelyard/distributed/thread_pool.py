@@ -19,7 +19,7 @@ __all__ = ["ThreadPool"]
 
 T = TypeVar("T")
 
-_MOST = 16  # each holds a batch, and what its layer makes of it
+_MOST = 16  # each holds a batch and the activations of its layer
 
 
 class ThreadPool:
@@ -36,7 +36,7 @@ class ThreadPool:
 
     @classmethod
     def on(cls, device: torch.device) -> ThreadPool:
-        """Return as many as torch has threads, but not more than 16; one for a GPU."""
+        """Return a pool with torch's number of threads, at most 16; one for a GPU."""
         return cls(min(torch.get_num_threads(), _MOST) if device.type == "cpu" else 1)
 
     def __enter__(self) -> ThreadPool:
@@ -48,14 +48,14 @@ class ThreadPool:
         self._workers.clear()
 
     def do(self, calls: Iterable[tuple[int, Callable[[], T]]]) -> list[T]:
-        """Make all calls; return what they return, in their order.
+        """Make all calls; return their results, in their order.
 
         calls: each with a number; those of one number are made by one thread, in their order
         """
         return list(self.begin(calls))
 
     def begin(self, calls: Iterable[tuple[int, Callable[[], T]]]) -> Generator[T, None, None]:
-        """Make all calls, and yield what they return as it comes; must be ended or closed."""
+        """Make all calls and yield their results in order; exhaust or close it."""
         if self.count == 1:
             for _, call in calls:
                 yield call()
@@ -63,7 +63,7 @@ class ThreadPool:
         while len(self._workers) < self.count:
             self._workers.append(ThreadPoolExecutor(1, initializer=self._start))
         futures: list[Future[T]] = []
-        torch.set_num_threads(self.share)  # a thread that is new asks for what was set last
+        torch.set_num_threads(self.share)  # new threads take the last value set
         try:
             for number, call in calls:
                 context = contextvars.copy_context()
@@ -81,5 +81,5 @@ class ThreadPool:
                 torch.set_num_threads(self.threads)
 
     def _start(self) -> None:
-        torch.set_grad_enabled(False)  # which torch keeps for each thread, like the next
+        torch.set_grad_enabled(False)  # torch keeps both settings per thread
         torch.set_num_threads(self.share)

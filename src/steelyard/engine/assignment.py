@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from steelyard.distributed import deal
+from steelyard.distributed import assign
 from steelyard.fusion import solved_together
 
 __all__ = ["of_weight", "owners_of"]
@@ -18,7 +18,7 @@ def owners_of(modules: Mapping[str, Any], ranks: int) -> dict[str, int]:
     """Deal the weights of modules with schemes to ranks, those that share a scale to one."""
     schemes = {name: module.quantization_scheme for name, module in modules.items()}
     units = list(dict.fromkeys(solved_together(schemes).values()))
-    owners = deal([sum(_cost(modules[name]) for name in unit) for unit in units], ranks)
+    owners = assign([sum(_cost(modules[name]) for name in unit) for unit in units], ranks)
     return {name: owner for unit, owner in zip(units, owners, strict=True) for name in unit}
 
 

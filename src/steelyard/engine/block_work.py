@@ -22,7 +22,7 @@ class Moment:
     """Which batch runs: its number, its partial sum, and the pass."""
 
     batch: int = 0
-    lane: int = 0
+    partial_sum: int = 0
     turn: int = 0
 
 
@@ -76,7 +76,7 @@ class Work:
         self, part: _Part, place: str, names: tuple[str, ...], value: Any, moment: Moment
     ) -> None:
         if moment.turn < part.algorithm.needs.passes:
-            seen = Seen(place, names, value, moment.batch, moment.lane, moment.turn)
+            seen = Seen(place, names, value, moment.batch, moment.partial_sum, moment.turn)
             part.algorithm.see(part.state, seen)
 
     @contextlib.contextmanager

@@ -96,8 +96,8 @@ class Passes:
 
     def _moments(self, values: Sequence[T], turn: int = 0) -> Iterator[T]:
         """Yield a value of each of this rank's batches while the batch is the one that runs."""
-        for (batch, lane), value in zip(self.places, values, strict=True):
-            self._moment = Moment(batch, lane, turn)
+        for (batch, partial_sum), value in zip(self.places, values, strict=True):
+            self._moment = Moment(batch, partial_sum, turn)
             yield value
 
     def _block(
@@ -135,7 +135,7 @@ class Passes:
     def _observe(self, work: Work, forwards: Sequence[Callable[[], Any]], turn: int) -> None:
         """Run all batches on the threads of the pool; show what they noted in their order."""
         noted: contextvars.ContextVar[list[tuple[int, Seen]]] = contextvars.ContextVar("noted")
-        moments = [Moment(batch, lane, turn) for batch, lane in self.places]
+        moments = [Moment(batch, partial_sum, turn) for batch, partial_sum in self.places]
 
         def record(index: int) -> list[tuple[int, Seen]]:
             noted.set([])
@@ -147,7 +147,7 @@ class Passes:
 
         def note(number: int, place: str, name: str, value: Any) -> None:
             now = current.get()
-            seen = Seen(place, (name,), value, now.batch, now.lane, now.turn)
+            seen = Seen(place, (name,), value, now.batch, now.partial_sum, now.turn)
             noted.get().append((number, seen))
 
         with work.hooked(note):
@@ -205,8 +205,8 @@ class Passes:
         def see(stage: list[str], turn: int, index: int, x: torch.Tensor) -> None:
             if turn == 0:
                 calibration.show(stage, x)
-            batch, lane = self.places[begun + index]
-            work.show(stage, x, Moment(batch, lane, turn))
+            batch, partial_sum = self.places[begun + index]
+            work.show(stage, x, Moment(batch, partial_sum, turn))
 
         def outputs(turn: int, last: bool) -> Generator[torch.Tensor, None, None]:
             nonlocal begun
@@ -271,8 +271,8 @@ class Passes:
 
             def see(index: int, x: torch.Tensor) -> None:
                 calibration.show(stage, x)
-                batch, lane = self.places[index]
-                work.show(stage, x, Moment(batch, lane))
+                batch, partial_sum = self.places[index]
+                work.show(stage, x, Moment(batch, partial_sum))
 
             staged.run_to(index, see, work.flush)
             found = self.solver.solve(block, work)

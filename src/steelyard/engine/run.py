@@ -21,7 +21,7 @@ from steelyard.algorithms import Algorithm, ModuleResult
 from steelyard.checkpoint.journal import file_record
 from steelyard.checkpoint.weight_errors import weight_error
 from steelyard.data.samples import Samples
-from steelyard.distributed import Ranks, ThreadPool, share
+from steelyard.distributed import Ranks, ThreadPool, batches_of
 from steelyard.engine.assignment import owners_of
 from steelyard.engine.mark import Mark
 from steelyard.engine.output import Output
@@ -32,7 +32,7 @@ from steelyard.engine.solving import Solver
 from steelyard.engine.statistics import RunStatistics
 from steelyard.engine.stream import Stream
 from steelyard.errors import PipelineError
-from steelyard.kernels.partial_sums import lane_of
+from steelyard.kernels.partial_sums import partial_sum_of
 from steelyard.model.blocks import (
     Batch,
     LayerSequence,
@@ -205,8 +205,8 @@ class Run:
     def _share(self, samples: Samples) -> list[tuple[int, torch.Tensor]]:
         """Return this rank's batches, each with its place among all."""
         batches, ranks = samples.batches, self.ranks
-        mine = share(len(batches), ranks.rank, ranks.count)
-        self.passes.places = [(i, lane_of(i, len(batches))) for i in mine]
+        mine = batches_of(len(batches), ranks.rank, ranks.count)
+        self.passes.places = [(i, partial_sum_of(i, len(batches))) for i in mine]
         return [(i, batches[i].to(self.device)) for i in mine]
 
     # -- resuming -----------------------------------------------------------------------------

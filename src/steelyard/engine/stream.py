@@ -26,7 +26,7 @@ from steelyard.checkpoint.figures import figures_of
 from steelyard.checkpoint.finite import check_finite, finite_pieces
 from steelyard.checkpoint.shard_file import HEADER_ROOM, entry_bytes
 from steelyard.checkpoint.weight_errors import relative_error
-from steelyard.distributed import deal
+from steelyard.distributed import assign
 from steelyard.engine.progress import progress
 from steelyard.formats import stored_tensors
 from steelyard.fusion import solved_together
@@ -195,7 +195,7 @@ class Stream:
         ranks, complete = self.writer.ranks, self.writer.is_complete
         left = [i for i in range(len(self.shards)) if not complete(i)]
         costs = [sum(job.cost(self.view) for job in self.shards[i]) for i in left]
-        owners = deal(costs, ranks.count)
+        owners = assign(costs, ranks.count)
         mine = [i for i, owner in zip(left, owners, strict=True) if owner == ranks.rank]
         self.jobs = [(i, job) for i in mine for job in self.shards[i][done.get(i, 0) :]]
         total = sum(job.nbytes(self.view) for i in mine for job in self.shards[i])

@@ -1,7 +1,7 @@
 """The compiled kernels behind the reference's signatures.
 
-Values are handed over where they lie, as a view of five dimensions (observations, two of
-parameters, rows and columns of a group); nothing is converted or copied.
+Values are passed without a copy, as a view of five dimensions (observations, two of parameters,
+rows and columns of a group).
 """
 
 from __future__ import annotations

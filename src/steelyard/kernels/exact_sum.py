@@ -7,7 +7,7 @@ bits: over batches, over ranks, over files.
 
     bins: (4, n) float64; bin k holds multiples of UNITS[k]
 
-A bin holds numbers below 2^40 of its unit; what is larger is carried to the bin above it.
+A bin holds numbers below 2^40 of its unit; larger ones are carried to the bin above.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def empty_bins(size: int, device: torch.device | str = "cpu") -> torch.Tensor:
 
 
 def add_exactly(bins: torch.Tensor, values: torch.Tensor) -> None:
-    """Add numbers, (n,), in place; what is below 2^-100 does not count, above 2^73 it may round.
+    """Add numbers, (n,), in place; those below 2^-100 are dropped, those above 2^73 may round.
 
     Call `carried` before a bin has taken more than some thousand of them.
     """

@@ -167,6 +167,6 @@ class Grid:
         return t.t().index_select(1, self.group)
 
     def _held(self, x: torch.Tensor) -> torch.Tensor:
-        """Round to the weight's type; what is too large for it becomes its largest value."""
+        """Round to the weight's type; larger values become its largest."""
         limit = min(torch.finfo(self.dtype).max, torch.finfo(x.dtype).max)
         return x.clamp(-limit, limit).to(self.dtype)

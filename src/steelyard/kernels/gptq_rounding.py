@@ -1,8 +1,9 @@
 """GPTQ: round a weight column by column, and let later columns make up for earlier errors.
 
-With inputs of second moment H, the output error of a row w that is stored as q is e H e^T, where
-e = w - q. Let H = L L^T with L lower triangular. The error is then the squared length of e L, and
-the j-th entry of that holds errors of column j and of those to the right of it, no others:
+The Hessian H is the second moment of the inputs. The output error of a row w that is stored as q is
+e H e^T, where e = w - q. Let H = L L^T with L lower triangular. The error is then the squared
+length of e L, and the j-th entry of that holds errors of column j and of those to the right of it,
+no others:
 
     (e L)_j = L_jj e_j + s_j,    s_j = sum over i > j of e_i L_ij
 
@@ -40,7 +41,7 @@ _LEAST_RAISED = 1e-4  # dampening of a second attempt, where the first had next 
 
 @dataclass(frozen=True)
 class GPTQResult:
-    """A rounded weight, and what was done to get it."""
+    """A rounded weight, and how it was rounded."""
 
     weight: torch.Tensor
     """(out, in), decoded values in the weight's own type; packing them stores just these values.
@@ -53,7 +54,7 @@ class GPTQResult:
     """The same of rounding to nearest with the same scales; `loss` is never larger. Estimated from
     a sample of at least 256 rows, where there are 512 or more."""
     dampening_frac: float
-    """What was added to H's diagonal in the end, as a fraction of the mean of its live columns."""
+    """Amount added to H's diagonal, as a fraction of the mean of its live columns."""
     dead_columns: int
     """Columns that no input has reached. They are rounded to nearest and not set to zero: such
     inputs may still come when the model is served."""
@@ -238,7 +239,7 @@ def _reordered(weight: torch.Tensor, reverse: torch.Tensor) -> torch.Tensor:
 def _factorise(
     hessian: torch.Tensor, reverse: torch.Tensor, mean: float, dampening_frac: float
 ) -> tuple[torch.Tensor | None, torch.Tensor, float]:
-    """Return L, what was added to the diagonal, and the dampening that it took.
+    """Return L, the amount added to the diagonal, and the dampening.
 
     L is None where none of the dampenings tried makes H positive definite.
     """

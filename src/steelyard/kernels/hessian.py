@@ -1,8 +1,8 @@
-"""The second moment of a layer's inputs: what GPTQ weighs its errors with.
+"""The Hessian of a layer's output error, as GPTQ uses it: H = sum over tokens of x^T x.
 
-H = sum over tokens of x^T x is symmetric, so only what lies on and above its diagonal is computed,
-in slabs: a slab has some rows of H, from their diagonal block to the right. Slabs have nothing to
-do with each other, so that several threads can add to them, and what they hold stays the same.
+(It is the second moment of the inputs, times the number of tokens.) H is symmetric, so only its
+upper triangle is computed, in slabs: a slab has some rows of H, from their diagonal block to the
+right. Slabs are independent, so several threads add to them without changing a bit.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The exact search: among every scale that can be stored, one with the least squared error.
 
 For a group x with weights w, a scale s and a zero point z, the server reconstructs
-s * (round(x / s + z) - z), rounded into the quantized type. The error E(s, z) is the weighed sum
+s * (round(x / s + z) - z), rounded into the quantized type. The error E(s, z) is the weighted sum
 of squared differences. Of all codes that a scale's type has, two runs need not be tried:
 
 - Above. If nothing is clipped at s, the grid of 2s is part of the grid of s as far as the values
@@ -193,7 +193,7 @@ class _Search:
     def _try(
         self, code: torch.Tensor, groups: torch.Tensor, low: torch.Tensor, sign: int
     ) -> torch.Tensor:
-        """Try one code per group; tells for which groups clipping left it a chance."""
+        """Try one code per group; return the groups for which clipping left it a chance."""
         rows = groups.nonzero().squeeze(1)
         stored = sign * self.codes[code[rows]]
         chance = torch.zeros_like(groups)
@@ -241,7 +241,7 @@ class _Search:
         zero_point: torch.Tensor,
         margin: float = 1.0,
     ) -> None:
-        """Keep what is strictly better than the best so far, times `margin`."""
+        """Keep candidates strictly better than the best so far, times `margin`."""
         scale = self._effective(stored).to(self.x.dtype).unsqueeze(1)
         zp = None if self.args.symmetric else zero_point.to(self.x.dtype).unsqueeze(1)
         x = self.x[rows]

@@ -1,13 +1,13 @@
 """Sums of large matrices in an order that does not depend on how many ranks add them.
 
-Batches are cut, in their order, into at most 16 runs, the lanes. A lane's batches are added one
-after another, four lanes make a node, and four nodes make the whole:
+Batches are cut, in their order, into at most 16 runs, each with a partial sum. The batches of a run
+are added one after another, four partial sums make a node, and four nodes make the total:
 
-    ((l0 + l1 + l2 + l3) + (l4 + ... + l7)) + ...
+    ((p0 + p1 + p2 + p3) + (p4 + ... + p7)) + ...
 
-A rank takes a run of whole lanes and adds what it can. What is left, such as the first half of a
-node, is added when the ranks come together. One process adds in the same order, with at most three
-matrices in memory: the lane, the node and the whole.
+A rank gets a range of whole runs and adds what it can. The rest, such as the first half of a node,
+is added when the ranks join. One process adds in the same order, with at most three matrices in
+memory: the partial sum, the node and the total.
 """
 
 from __future__ import annotations
@@ -17,62 +17,59 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["LANES", "LaneSum", "Partial", "lane_of"]
+__all__ = ["PARTIAL_SUMS", "FixedOrderSum", "Partial", "partial_sum_of"]
 
-LANES = 16
+PARTIAL_SUMS = 16
 _FAN = 4
 
 
-def lane_of(batch: int, batches: int) -> int:
-    return batch * LANES // batches
+def partial_sum_of(batch: int, batches: int) -> int:
+    return batch * PARTIAL_SUMS // batches
 
 
 @dataclass
 class Partial:
-    """The sum of the lanes from `start` to before `stop`; no value where nothing was added."""
+    """Sum of the partial sums from `start` to before `stop`; no value if nothing was added."""
 
     start: int
     stop: int
     value: torch.Tensor | None
 
 
-class LaneSum:
-    """Adds up what one rank sees.
+class FixedOrderSum:
+    """Adds the batches of one rank.
 
     zero:  makes an empty matrix
-    first: the rank's first lane
+    first: number of the rank's first partial sum
     """
 
     def __init__(self, zero: Callable[[], torch.Tensor], first: int = 0) -> None:
         self._zero = zero
         self._first = first
         self._partials: list[Partial] = []
-        self._spare: list[torch.Tensor] = []  # that were added to others
+        self._spare: list[torch.Tensor] = []  # free for reuse
 
-    def lane(self, number: int) -> torch.Tensor:
-        """Return the matrix to which batches of a lane are added, in place; lanes come in order."""
+    def partial_sum(self, number: int) -> torch.Tensor:
+        """Return the matrix to add a run's batches to, in place; numbers must not decrease."""
         last = self._partials[-1] if self._partials else None
         if last is None or last.stop <= number:
-            self.take([])
+            self.extend([])
             empty = self._spare.pop().zero_() if self._spare else self._zero()
             self._partials.append(Partial(number, number + 1, empty))
         elif not last.start == number == last.stop - 1 or last.value is None:
-            raise ValueError(f"lane {number} comes after lane {last.stop - 1}")
+            raise ValueError(f"partial sum {number} comes after {last.stop - 1}")
         value = self._partials[-1].value
         assert value is not None
         return value
 
     def partials(self) -> list[Partial]:
-        """Return what is left to be joined with others'."""
-        self.take([])
+        """Return the sums that remain to be joined with those of other ranks."""
+        self.extend([])
         self._spare.clear()
         return self._partials
 
-    def take(self, partials: Iterable[Partial]) -> None:
-        """Go on with what another has, of the lanes after these; add what may be added, in place.
-
-        Nothing is known of the lanes before the first.
-        """
+    def extend(self, partials: Iterable[Partial]) -> None:
+        """Append the partial sums of the next rank; add what the order allows, in place."""
         done: list[Partial] = []
         for partial in _without_gaps([*self._partials, *partials], self._first):
             done.append(partial)
@@ -82,8 +79,8 @@ class LaneSum:
         self._partials = done
 
     def total(self) -> torch.Tensor:
-        """Return the sum, when all lanes were added or taken."""
-        self.take([Partial(LANES, LANES, None)])
+        """Return the total, after the last partial sum."""
+        self.extend([Partial(PARTIAL_SUMS, PARTIAL_SUMS, None)])
         self._spare.clear()
         assert len(self._partials) == 1, "partials came out of order"
         value = self._partials[0].value
@@ -97,16 +94,16 @@ class LaneSum:
 
 
 def _without_gaps(partials: Iterable[Partial], at: int) -> Iterable[Partial]:
-    """Stand in for lanes in which nothing was added."""
+    """Insert partial sums without a value for runs without batches."""
     for partial in partials:
-        yield from (Partial(lane, lane + 1, None) for lane in range(at, partial.start))
+        yield from (Partial(number, number + 1, None) for number in range(at, partial.start))
         if partial.stop > partial.start:
             yield partial
         at = partial.stop
 
 
 def _next(first: Partial, second: Partial) -> bool:
-    """Whether `second` is a node, and `first` the nodes before it under the same parent."""
+    """Whether `second` is a node, and `first` the nodes before it with the same parent."""
     size, before = second.stop - second.start, first.stop - first.start
     parent = _FAN * size
     return (

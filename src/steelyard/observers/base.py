@@ -176,7 +176,7 @@ class Observer(
         """Update the statistics from a value in the canonical shape; a failure changes nothing.
 
         source: the value before it was brought to that shape
-        order:  that of its columns, where groups of them lie apart
+        order:  permutation of the columns that makes groups contiguous
         """
         self._check_shape(flat)
         self._checked = (flat, self.range_of(flat, source=source))
@@ -255,7 +255,7 @@ class Observer(
         return f"{self.base_name}{where} ({type(self).__name__})"
 
     def _check_shape(self, flat: torch.Tensor) -> None:
-        """An observer with memory must go on observing the same thing."""
+        """Refuse a value of another shape, if the observer accumulates."""
         if not (self._act_sync_dict and self.has_statistics):
             return
         expected = tuple(self.min_vals.shape)

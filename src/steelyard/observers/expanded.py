@@ -1,8 +1,8 @@
 """Searches that also try ranges above the observed one.
 
-FP4 has a gap between 4 and 6: where a group's largest value falls into it once the range grows, all
-others may be met better. The defaults are those of llm-compressor: from 1.8 times the observed
-range down to 0.8 times, in 111 steps.
+FP4 has a gap between 4 and 6: with a larger range a group's largest value may fall into it, which
+can reduce the error of all others. The defaults are those of llm-compressor: from 1.8 times the
+observed range down to 0.8 times, in 111 steps.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ExpandedOptions(SearchOptions):
 
 
 class ExpandedIMatrixOptions(IMatrixOptions):
-    """The same, for the weighed search."""
+    """The same, for the weighted search."""
 
     expand: float = Field(default=_EXPAND, ge=1, allow_inf_nan=False)
     maxshrink: float = Field(default=_MAXSHRINK, ge=0, le=1)
@@ -39,7 +39,7 @@ class ExpandedIMatrixOptions(IMatrixOptions):
 
 @Observer.register("nvfp4_expanded_mse")
 class NVFP4ExpandedMSEObserver(MemorylessMSEObserver):
-    """The best range of the last value observed, also above what was observed."""
+    """The best range of the last value observed, also above the observed range."""
 
     suits = "weights in FP4"
     seconds_per_weight = 30e-9
@@ -49,7 +49,7 @@ class NVFP4ExpandedMSEObserver(MemorylessMSEObserver):
 
 @Observer.register("nvfp4_expanded_imatrix")
 class NVFP4ExpandedIMatrixObserver(IMatrixMSEObserver):
-    """The best range of the last weight observed, also above it, errors weighed by E[x^2]."""
+    """The best range of the last weight observed, also above it, errors weighted by E[x^2]."""
 
     suits = "weights in FP4"
     seconds_per_weight = 30e-9

@@ -146,7 +146,7 @@ class FirstGeneration:
         """Return scale and zero point of one slice, as this observer finds them.
 
         reduce_dims: the dimensions that share a parameter; None for all, which gives shape (1,)
-        tensor_id:   names the slice; an observer that averages does so for each name apart
+        tensor_id:   names the slice; an observer that averages keeps one average per name
         """
         shared = range(observed.ndim) if reduce_dims is None else reduce_dims
         reduced = sorted(d % observed.ndim for d in shared)
@@ -252,7 +252,7 @@ def construct(
 
 @lru_cache(maxsize=256)
 def _own_options(kind: Any) -> list[str] | None:
-    """Return what `__init__` takes beside its QuantizationArgs; None where it takes base_name."""
+    """Return the options of `__init__` after QuantizationArgs; None if it takes base_name."""
     parameters = inspect.signature(kind.__init__).parameters
     kinds = {parameter.kind for parameter in parameters.values()}
     if inspect.Parameter.VAR_KEYWORD in kinds or "base_name" in parameters:

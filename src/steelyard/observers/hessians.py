@@ -1,10 +1,9 @@
-"""Second moments of what flows into modules, H = sum of x^T x.
+"""Hessians of modules, H = sum of x^T x over their inputs.
 
-Layers that are called with the same tensor (q, k and v; gate and up) share one: it is computed once
-and held once. Which layers do is seen in the first pass and must not change after it. Several ranks
-gather each its own batches, and `meet` joins what they have, in the order of additions of
-`kernels.partial_sums`, whatever their number. Several threads add to a matrix, each to slabs of
-its own.
+Layers that are called with the same tensor (q, k and v; gate and up) share one Hessian. The first
+pass finds out which do, and that must not change afterwards. Each rank gathers its own batches, and
+`join` adds their partial sums in the fixed order of `kernels.partial_sums`, whatever the number of
+ranks. Several threads add to a matrix, each to its own slabs.
 """
 
 from __future__ import annotations
@@ -16,49 +15,49 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from steelyard.distributed import Ranks, ThreadPool, deal, lanes_of, sendable
+from steelyard.distributed import Ranks, ThreadPool, assign, partial_sums_of, sendable
 from steelyard.errors import CalibrationError
 from steelyard.kernels.hessian import accumulate, empty_slab, slab_starts, symmetric
-from steelyard.kernels.partial_sums import LaneSum, Partial
+from steelyard.kernels.partial_sums import FixedOrderSum, Partial
 from steelyard.observers.padding import real_tokens
 
 __all__ = ["Hessians"]
 
 sendable(Partial)
 
-Term = tuple[int, torch.Tensor]  # a lane, and what a batch of it adds: (tokens, columns)
+Term = tuple[int, torch.Tensor]  # number of the partial sum, and inputs (tokens, columns)
 
 
-class _Moment:
-    """One second moment, and how many tokens it was summed over."""
+class _Hessian:
+    """One Hessian, and the number of tokens that it was summed over."""
 
     def __init__(self, columns: int, device: torch.device, first: int) -> None:
         self.columns = columns
         self.device = device
         self.slabs = [
-            LaneSum(functools.partial(empty_slab, columns, start, device), first)
+            FixedOrderSum(functools.partial(empty_slab, columns, start, device), first)
             for start in slab_starts(columns)
         ]
         self.tokens = 0
-        self.last: torch.Tensor | None = None  # what was added last
+        self.last: torch.Tensor | None = None  # the last input
         self._whole: torch.Tensor | None = None
 
     def add(self, terms: Sequence[Term], pool: ThreadPool) -> None:
         costs = [self.columns - start for start in slab_starts(self.columns)]
-        owners = deal(costs, pool.count)
-        shares: list[list[LaneSum]] = [[] for _ in range(pool.count)]
+        owners = assign(costs, pool.count)
+        parts: list[list[FixedOrderSum]] = [[] for _ in range(pool.count)]
         for slab, owner in zip(self.slabs, owners, strict=True):
-            shares[owner].append(slab)
-        pool.do((i, functools.partial(self._add, s, terms)) for i, s in enumerate(shares) if s)
+            parts[owner].append(slab)
+        pool.do((i, functools.partial(self._add, s, terms)) for i, s in enumerate(parts) if s)
 
-    def _add(self, slabs: Sequence[LaneSum], terms: Iterable[Term]) -> None:
-        for lane, x in terms:
+    def _add(self, slabs: Sequence[FixedOrderSum], terms: Iterable[Term]) -> None:
+        for number, x in terms:
             wide = x.to(self.device, torch.float32)  # one at a time: it may be a copy
             for slab in slabs:
-                accumulate(slab.lane(lane), wide)
+                accumulate(slab.partial_sum(number), wide)
 
     def whole(self) -> torch.Tensor:
-        """Return it, (columns, columns), when all was added; the slabs are given up for it."""
+        """Return the matrix, (columns, columns), after the last input; frees the slabs."""
         if self._whole is None:
             self._whole = symmetric([slab.total() for slab in self.slabs]).to(self.device)
             self.slabs.clear()
@@ -66,11 +65,11 @@ class _Moment:
 
 
 class Hessians:
-    """The second moments of modules that run in one block.
+    """Hessians of the modules of one block.
 
-    modules: those to gather for, by name
-    offload: keep the moments on the CPU, wherever the modules are
-    ranks:   those that gather together
+    modules: by name
+    offload: keep the Hessians on the CPU, wherever the modules are
+    ranks:   the ranks that gather together
     pool:    the threads that add
     """
 
@@ -85,72 +84,72 @@ class Hessians:
         self.offload = offload
         self.ranks = ranks or Ranks()
         self.pool = pool or ThreadPool()
-        self._noted: dict[_Moment, list[Term]] = {}
-        self._moments: dict[str, _Moment] = {}
-        self._latest: _Moment | None = None
+        self._noted: dict[_Hessian, list[Term]] = {}
+        self._hessians: dict[str, _Hessian] = {}
+        self._latest: _Hessian | None = None
 
-    def see(self, names: Iterable[str], x: torch.Tensor, lane: int = 0) -> None:
-        """Note the input that modules have in common; `flush` adds it.
+    def see(self, names: Iterable[str], x: torch.Tensor, partial_sum: int = 0) -> None:
+        """Note the common input of modules; `flush` adds it.
 
-        lane: number of the partial sum that the batch belongs to; see `kernels.partial_sums`
+        partial_sum: number of the one that the batch belongs to; see `kernels.partial_sums`
         """
         for name in names:
-            if name in self.modules and (moment := self._to_add(name, x)) is not None:
-                self._noted.setdefault(moment, []).append(self._term(moment, x, lane))
+            if name in self.modules and (hessian := self._to_add(name, x)) is not None:
+                self._noted.setdefault(hessian, []).append(self._term(hessian, x, partial_sum))
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Add what was noted."""
-        for moment, terms in self._noted.items():
-            moment.add(terms, self.pool)
+        """Add the noted inputs."""
+        for hessian, terms in self._noted.items():
+            hessian.add(terms, self.pool)
         self._noted.clear()
 
     def close(self) -> None:
-        """Forget the last inputs; none is seen after this."""
-        for moment in self._moments.values():
-            moment.last = None
+        """Release the last inputs; call it after the last batch."""
+        for hessian in self._hessians.values():
+            hessian.last = None
         self._latest = None
 
-    def _to_add(self, name: str, x: torch.Tensor) -> _Moment | None:
-        """Return the moment that an input is to be added to; None if it is part of it already."""
-        moment = self._moments.get(name)
-        if moment is None:
+    def _to_add(self, name: str, x: torch.Tensor) -> _Hessian | None:
+        """Return the Hessian to add an input to; None if it contains the input already."""
+        hessian = self._hessians.get(name)
+        if hessian is None:
             latest = self._latest
             if latest is None or latest.last is not x:
                 device = torch.device("cpu") if self.offload else x.device
-                first = lanes_of(self.ranks.rank, self.ranks.count).start
-                latest = _Moment(x.shape[-1], device, first)
-            moment = self._moments[name] = latest
-        if moment.last is x:  # a layer that shares it was here first
+                first = partial_sums_of(self.ranks.rank, self.ranks.count).start
+                latest = _Hessian(x.shape[-1], device, first)
+            hessian = self._hessians[name] = latest
+        if hessian.last is x:  # already added for a layer that parts it
             return None
-        if moment.tokens and self._owner(moment) != name:
+        if hessian.tokens and self._owner(hessian) != name:
             raise CalibrationError(
-                f"{name} was called with another tensor than {self._owner(moment)}, with which it "
-                "shared its input before; their inputs cannot be told apart any more"
+                f"{name} was called with another tensor than {self._owner(hessian)}, with which it "
+                "shared its input before, so their Hessians can no longer be separated"
             )
-        moment.last = x
-        self._latest = moment
-        return moment
+        hessian.last = x
+        self._latest = hessian
+        return hessian
 
-    def _term(self, moment: _Moment, x: torch.Tensor, lane: int) -> Term:
+    def _term(self, hessian: _Hessian, x: torch.Tensor, partial_sum: int) -> Term:
         real = real_tokens(x, "input").detach().reshape(-1, x.shape[-1])
-        moment.tokens += len(real)
-        return lane, real
+        hessian.tokens += len(real)
+        return partial_sum, real
 
-    def _owner(self, moment: _Moment) -> str:
-        return next(name for name, each in self._moments.items() if each is moment)
+    def _owner(self, hessian: _Hessian) -> str:
+        return next(name for name, each in self._hessians.items() if each is hessian)
 
     def tokens(self, name: str) -> int:
-        return self._moments[name].tokens if name in self._moments else 0
+        return self._hessians[name].tokens if name in self._hessians else 0
 
-    def meet(self, owners: Mapping[str, int]) -> None:
-        """Bring together what all ranks gathered; each must call this, once, after the last batch.
+    def join(self, owners: Mapping[str, int]) -> None:
+        """Join the Hessians of all ranks; each rank calls this once, after the last batch.
 
-        owners: the rank that needs the moment of a module; the others forget it
+        owners: the rank that needs a module's Hessian; the others discard it
         """
         if self.ranks.count == 1:
             return
-        known: dict[tuple[str, ...], tuple[int, int]] = {}  # who shares -> columns, tokens
+        known: dict[tuple[str, ...], tuple[int, int]] = {}  # who parts -> columns, tokens
         for shared in self.ranks.gather(self._described()):
             for names, (columns, tokens) in shared.items():
                 known[names] = (columns, tokens + known.get(names, (0, 0))[1])
@@ -161,23 +160,23 @@ class Hessians:
             )
         for names in sorted(known):  # in one order on all ranks
             columns, tokens = known[names]
-            mine = self._moments.get(names[0])
+            mine = self._hessians.get(names[0])
             partials = [] if mine is None else [slab.partials() for slab in mine.slabs]
-            whole = _Moment(columns, self._device(names[0]), 0)
+            whole = _Hessian(columns, self._device(names[0]), 0)
             whole.tokens = tokens
             for owner in sorted({owners[name] for name in names}):
                 for found in self.ranks.collect(_copies(partials), owner):
-                    if owner == self.ranks.rank and found:  # else it has seen no batch
+                    if owner == self.ranks.rank and found:  # else it had no batch
                         for slab, part in zip(whole.slabs, found, strict=True):
-                            slab.take(part)
-            self._moments.update(dict.fromkeys(names, whole))
+                            slab.extend(part)
+            self._hessians.update(dict.fromkeys(names, whole))
 
     def _described(self) -> dict[tuple[str, ...], tuple[int, int]]:
-        moments: dict[int, list[str]] = {}
-        for name, moment in self._moments.items():
-            moments.setdefault(id(moment), []).append(name)
-        first = {tuple(names): self._moments[names[0]] for names in moments.values()}
-        return {names: (moment.columns, moment.tokens) for names, moment in first.items()}
+        hessians: dict[int, list[str]] = {}
+        for name, hessian in self._hessians.items():
+            hessians.setdefault(id(hessian), []).append(name)
+        first = {tuple(names): self._hessians[names[0]] for names in hessians.values()}
+        return {names: (hessian.columns, hessian.tokens) for names, hessian in first.items()}
 
     def _device(self, name: str) -> torch.device:
         weight: Any = self.modules[name].weight
@@ -189,19 +188,19 @@ class Hessians:
 
     def diagonal(self, name: str) -> torch.Tensor:
         """Return the sum of x^2 of each input channel."""
-        return self._moments[name].whole().diagonal().clone()
+        return self._hessians[name].whole().diagonal().clone()
 
     def hessian(self, name: str) -> torch.Tensor:
         """Return H of a module, (columns, columns) fp32; all zero if no token reached it."""
-        moment = self._moments.get(name)
-        if moment is not None:
-            return moment.whole()
+        hessian = self._hessians.get(name)
+        if hessian is not None:
+            return hessian.whole()
         weight: Any = self.modules[name].weight
         return torch.zeros(self.columns(name), self.columns(name), device=weight.device)
 
 
 def _copies(partials: list[list[Partial]]) -> list[list[Partial]]:
-    """Return them on the CPU, where they can be sent, and joined without changing what is here."""
+    """Return copies on the CPU, which can be sent and added to."""
 
     def copy(value: torch.Tensor | None) -> torch.Tensor | None:
         return None if value is None else value.to("cpu", copy=True)

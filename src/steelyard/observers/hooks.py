@@ -1,8 +1,8 @@
-"""Hooks that show observers what flows through a module during calibration.
+"""Hooks that pass activations to observers during calibration.
 
-Padding is no data. A batch that has some is run under `without_padding(mask)`, and the hooks leave
-those tokens out. Values are observed in the type that will be served, also where the pass runs in
-fp32 because that is faster.
+Padding is no data: a padded batch runs under `without_padding(mask)`, and the hooks skip those
+tokens. Values are observed in the type that will be served, even if the pass runs in fp32 because
+that is faster.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ __all__ = [
 def calibrate_input_hook(module: Module, args: Any) -> None:
     """Forward-pre hook of a Linear."""
     value = args[0] if isinstance(args, tuple) else args
-    _show(module, "input", value)
+    _observe(module, "input", value)
 
 
 def calibrate_output_hook(module: Module, _args: Any, output: torch.Tensor) -> None:
     """Forward hook of a Linear."""
-    _show(module, "output", output)
+    _observe(module, "output", output)
 
 
 def calibrate_query_hook(module: Module, query_states: torch.Tensor) -> None:
-    _show(module, "q", query_states)
+    _observe(module, "q", query_states)
 
 
 def calibrate_key_hook(module: Module, key_states: torch.Tensor) -> None:
-    _show(module, "k", key_states)
+    _observe(module, "k", key_states)
 
 
 def calibrate_value_hook(module: Module, value_states: torch.Tensor) -> None:
-    _show(module, "v", value_states)
+    _observe(module, "v", value_states)
 
 
 def register_hooks(module: Module) -> list[RemovableHandle]:
@@ -70,7 +70,7 @@ def register_hooks(module: Module) -> list[RemovableHandle]:
     return handles
 
 
-def _show(module: Module, base_name: str, value: torch.Tensor) -> None:
+def _observe(module: Module, base_name: str, value: torch.Tensor) -> None:
     observer = observer_of(module, base_name)
     assert observer is not None
     value = real_tokens(value, base_name)

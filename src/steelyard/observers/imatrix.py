@@ -1,4 +1,4 @@
-"""The shrink-grid search, errors weighed by importance."""
+"""The shrink-grid search, errors weighted by importance."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["IMatrixMSEObserver", "IMatrixOptions"]
 
 
 class IMatrixOptions(SearchOptions):
-    """Options of the weighed search: a wider and coarser grid, and what to do without weights."""
+    """Options of the weighted search: a wider and coarser grid, and `strict`."""
 
     maxshrink: float = Field(
         default=0.95, ge=0, le=1, description="largest part of the range to give up"
@@ -30,7 +30,7 @@ class IMatrixOptions(SearchOptions):
 
 @Observer.register("imatrix_mse")
 class IMatrixMSEObserver(ImportanceObserver, MemorylessMSEObserver):
-    """The best range of the last weight observed, errors weighed by E[x^2] of their column."""
+    """The best range of the last weight observed, errors weighted by E[x^2] of their column."""
 
     suits = "weights"
     seconds_per_weight = 8e-9

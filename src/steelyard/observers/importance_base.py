@@ -1,9 +1,9 @@
-"""Importance: what each input channel carries, E[x^2], gathered during calibration.
+"""Importance: E[x^2] of each input channel, gathered during calibration.
 
-A forward-pre hook sums the squares of a Linear's input. The raw sum and token count lie on the
-observer and on the module, so that a gathering pass (attach, run, detach) can leave them there
-for the observer of a second pass to pick up. The sum is kept in bins as well (see
-`kernels.exact_sum`), so that neither the order of batches nor the number of ranks changes it.
+A forward-pre hook sums the squares of a Linear's input. The observer and the module both hold the
+raw sum and the token count, so that a gathering pass (attach, run, detach) leaves them on the
+module for the observer of a second pass. The sum is also kept in bins (`kernels.exact_sum`), so
+that neither the order of batches nor the number of ranks changes it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CARRY_AFTER = 1024  # batches, which the bins can take at once
 
 
 class ImportanceObserver(Observer):
-    """Base of weight observers that weigh the error of each column by E[x^2] of its input."""
+    """Base of weight observers that weight the error of each column by E[x^2] of its input."""
 
     needs_importance: ClassVar[bool] = True
     """Whether going without importance is worth a warning."""
@@ -53,9 +53,9 @@ class ImportanceObserver(Observer):
     # -- gathering --------------------------------------------------------------------------
 
     def attach(self, module: torch.nn.Module) -> None:
-        """Take over what an earlier pass left on the module, or start to gather.
+        """Take the sums that an earlier pass left on the module, or start to gather.
 
-        Modules without `in_features` have no input channels to weigh and are left alone.
+        Modules without `in_features` have no input channels and are skipped.
         """
         state = module.__dict__
         if "_imatrix_sum" in state:
@@ -76,11 +76,11 @@ class ImportanceObserver(Observer):
     def detach(self, module: torch.nn.Module) -> None:
         """Stop gathering; sum and count stay on the module for the next observer."""
         if _remove_hook(module):
-            self._settle()
+            self._sum_bins()
             self._share_with(module)
 
     def stop_gathering(self, module: torch.nn.Module) -> bool:
-        """Forget what was gathered, and gather no more; return whether it did before."""
+        """Stop gathering and discard the sums; return whether it was gathering."""
         gathered = self.gathers(module)
         if gathered:
             self.detach(module)
@@ -117,7 +117,7 @@ class ImportanceObserver(Observer):
         self._imatrix_sum += squares
 
     def _bins(self) -> torch.Tensor:
-        """Return the bins; those of a sum that came without hold it as one number."""
+        """Return the bins; a sum that has none is entered as one number."""
         assert self._imatrix_sum is not None
         if self._imatrix_bins is None:
             with torch.inference_mode(False):
@@ -125,8 +125,8 @@ class ImportanceObserver(Observer):
             add_exactly(self._imatrix_bins, self._imatrix_sum)
         return self._imatrix_bins
 
-    def _settle(self) -> None:
-        """Let the sum be what the bins say exactly, in place: a module may share the tensor."""
+    def _sum_bins(self) -> None:
+        """Recompute the sum from the bins, in place, since a module may share the tensor."""
         if self._uncarried and self._imatrix_sum is not None and self._imatrix_bins is not None:
             self._imatrix_bins.copy_(carried(self._imatrix_bins))
             self._imatrix_sum.copy_(total(self._imatrix_bins))
@@ -139,19 +139,19 @@ class ImportanceObserver(Observer):
                 module.__dict__[name] = getattr(self, name)
 
     def gathers(self, module: torch.nn.Module) -> bool:
-        """Whether it is attached to a module and sees its inputs."""
+        """Whether it is attached to a module and sums its inputs."""
         return "_imatrix_hook" in module.__dict__
 
     @property
     def gathered(self) -> tuple[torch.Tensor, int] | None:
-        """The sum of x^2 per column and the number of tokens, if any were seen."""
+        """The sum of x^2 per column and the number of tokens; None without tokens."""
         if self._imatrix_sum is None or int(self._imatrix_count) == 0:
             return None
-        self._settle()
+        self._sum_bins()
         return self._imatrix_sum.clone(), int(self._imatrix_count)
 
     def add_importance(self, squares: torch.Tensor, tokens: int) -> None:
-        """Add what was gathered elsewhere, such as in an earlier run.
+        """Add importance gathered elsewhere, such as in an earlier run.
 
         squares: (columns,), the sum of x^2
         """
@@ -166,14 +166,14 @@ class ImportanceObserver(Observer):
         self._add(squares.to(self._imatrix_sum))
         self._imatrix_count = self._imatrix_count + tokens
 
-    # -- weighing ---------------------------------------------------------------------------
+    # -- weighting --------------------------------------------------------------------------
 
     def importance_for(self, observed: torch.Tensor) -> torch.Tensor | None:
         """Return E[x^2] per column over its mean, shaped to broadcast to the observed weight.
 
         observed: (1, *qparam_shape, group_size), or blocks (1, rows, columns, h, w)
         """
-        self._settle()
+        self._sum_bins()
         problem = self._problem(observed)
         self.fallback_reason = problem
         if problem is not None:
@@ -202,7 +202,7 @@ class ImportanceObserver(Observer):
         if int(self._imatrix_count) == 0 and not self.needs_importance:
             return  # nothing was gathered, as in a run without data
         warnings.warn(
-            f"{self.label}: {problem}, so every column weighs alike; {remedy}, "
+            f"{self.label}: {problem}, so every column has the same weight; {remedy}, "
             "or set strict=True to make this an error",
             ImportanceWarning,
             stacklevel=2,
@@ -215,7 +215,7 @@ class ImportanceObserver(Observer):
     def _problem(self, observed: torch.Tensor) -> str | None:
         """Return why importance cannot be used, or None if it can."""
         if self.base_name != "weight":
-            return "importance weighs the columns of a weight, not an activation"
+            return "importance applies to the columns of a weight, not to an activation"
         if self._imatrix_sum is None or int(self._imatrix_count) == 0:
             return "importance is missing"
         importance = self._importance()
@@ -238,7 +238,7 @@ class ImportanceObserver(Observer):
     # -- statistics -------------------------------------------------------------------------
 
     def get_statistics(self) -> dict[str, torch.Tensor]:
-        self._settle()
+        self._sum_bins()
         if self._imatrix_sum is not None:
             self._bins()
         statistics = super().get_statistics()

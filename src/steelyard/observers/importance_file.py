@@ -1,4 +1,4 @@
-"""Importance in files: saved, loaded, added up over runs, and read from llama.cpp's.
+"""Importance files: saved, loaded, added over runs; also those of llama.cpp.
 
 Per module a file holds the sum of x^2 of each input channel, and how many tokens it was summed
 over. Sums of two runs add up to those of one run over all the data.
@@ -37,7 +37,7 @@ IMPORTANCE = FileKind("importance", _is_own, ImportanceError)
 
 
 def save_importance(importance: Mapping[str, tuple[torch.Tensor, int]], path: str | Path) -> None:
-    """Write a file that is there as a whole or not at all."""
+    """Write a file atomically."""
     tensors = {}
     for name, (squares, tokens) in importance.items():
         tensors[f"{name}.sum"] = squares.detach().to("cpu", torch.float32).contiguous()
@@ -84,7 +84,7 @@ def _load_own(path: Path) -> Importance:
     except (SafetensorError, ValueError, RuntimeError, TypeError, OverflowError) as error:
         raise ImportanceError(
             f"{path} is not an importance file ({reason_of(error)}); llama.cpp's older format "
-            "can be written anew as GGUF by llama-imatrix"
+            "can be rewritten as GGUF by llama-imatrix"
         ) from error
 
 
@@ -118,7 +118,7 @@ def _load_gguf(path: Path, modules: Iterable[str], model_type: str) -> Importanc
         found = _gguf_sums(gguf, _bounded_reader(gguf)(path), modules, model_type)
     except Exception as error:  # any kind: its reader trusts what a file says of itself
         raise ImportanceError(
-            f"{path} is not a GGUF file, or damaged ({reason_of(error)}); write it anew with "
+            f"{path} is not a GGUF file, or damaged ({reason_of(error)}); write it again with "
             "llama-imatrix"
         ) from error
     if not found:

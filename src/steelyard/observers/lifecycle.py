@@ -48,7 +48,7 @@ class Calibration:
     """Observers on all modules of `root` that have a scheme.
 
     prefix:  the name of `root` within its model, for messages
-    without: a module within `root` whose own modules are left out
+    without: a module within `root` whose own modules are skipped
     shown:   only these modules, by name; not hooks, but `show` tells of their inputs
     """
 
@@ -104,11 +104,11 @@ class Calibration:
                     yield name, base_name, observer
 
     def weigh(self, names: Iterable[str]) -> None:
-        """Let the weight observers of these modules weigh columns, beside those named before."""
+        """Let the weight observers of these modules weight columns, in addition to earlier ones."""
         self._weighed = {*(self._weighed or ()), *names}
 
     def drop_unweighed(self) -> None:
-        """Where `weigh` named some modules, stop the others from gathering importance."""
+        """If `weigh` named modules, stop the others from gathering importance."""
         if self._weighed is None:
             return
         for name, _, observer in self.observers():
@@ -141,7 +141,7 @@ class Calibration:
             self._stopped[name].add_importance(squares(), tokens)
 
     def show(self, names: Iterable[str], x: torch.Tensor) -> None:
-        """Show the input that modules have in common to those that observe it, or weigh by it."""
+        """Pass the common input of modules to the observers of inputs and of importance."""
         for name in names:
             if observer_of(self.modules[name], "input") is not None:
                 calibrate_input_hook(self.modules[name], (x,))
@@ -153,7 +153,7 @@ class Calibration:
                 observer.add_importance(squares, real.numel() // real.shape[-1])
 
     def unseen(self) -> list[str]:
-        """Return the modules whose activations should have been observed and were not."""
+        """Return the modules with static activations of which none were observed."""
         return list(
             dict.fromkeys(
                 name
@@ -163,9 +163,9 @@ class Calibration:
         )
 
     def sync(self, ranks: Ranks | None = None) -> None:
-        """Merge what the ranks have seen, in the order of ranks; once, after the last batch.
+        """Combine the statistics of all ranks, in rank order; once, after the last batch.
 
-        ranks: None for those of the process group that is there
+        ranks: None for those of the current process group
         """
         if self._synced:
             return
@@ -181,7 +181,7 @@ class Calibration:
             combine(observer, states)
 
     def finish(self, weights: Collection[str] | None = None) -> None:
-        """Compute every parameter; activations that were not seen keep none.
+        """Compute every parameter; activations without statistics keep none.
 
         weights: the modules whose weights are observed; None for all
         """
@@ -246,6 +246,6 @@ def _states(module: Module) -> tuple[str, ...]:
 
 
 def observed_tokens(module: Module) -> int:
-    """Return the most tokens that any observer on `module` has seen."""
+    """Return the largest token count of the observers on `module`."""
     counts = [observer_of(module, b) for b in ACTIVATIONS]
     return max((o.num_observed_tokens for o in counts if o is not None), default=0)

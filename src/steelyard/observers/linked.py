@@ -60,7 +60,7 @@ def fuse(observers: Iterable[Observer]) -> None:
                 f"{linked[0].label} and {other.label} are fused by the server but quantized "
                 f"differently: {differing}; give them one scheme, or ignore them all"
             )
-    # whoever was fused with one of them is fused with all of them
+    # fusion is transitive
     group = {o for member in linked for o in (member, *member._fused_observers)}
     for observer in group:
         observer._fused_observers = group - {observer}
@@ -69,8 +69,7 @@ def fuse(observers: Iterable[Observer]) -> None:
 def disagreement(first: QuantizationArgs, second: QuantizationArgs) -> str | None:
     """Return the format fields in which two args differ, or None where they agree.
 
-    How a scale is found (`observer`, `observer_kwargs`, `actorder`) may differ; what is stored
-    may not.
+    Fields that say how a scale is found (`observer`, `observer_kwargs`, `actorder`) may differ.
     """
     differing = [
         f"{field} {getattr(first, field)} and {getattr(second, field)}"

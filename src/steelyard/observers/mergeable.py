@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 import torch
 from torch import distributed as dist
 
-from steelyard.distributed.packing import gather_plainly
+from steelyard.distributed.packing import gather_unwatched
 from steelyard.errors import StatisticsError
 from steelyard.observers import observer_state
 from steelyard.observers.combine import combine, not_mergeable
@@ -110,12 +110,12 @@ class MergeableStatistics:
         Every rank calls it for the same observers in the same order, also one that has observed
         nothing.
 
-        Returns the handles to wait for, of which there are none.
+        The list of handles to wait for is empty.
         """
         if not (self._act_sync_dict and dist.is_available() and dist.is_initialized()):
             return []
         this = cast("Observer", self)
-        states = gather_plainly(observer_state.state_of(this))
+        states = gather_unwatched(observer_state.state_of(this))
         for rank, (identity, _) in enumerate(states):
             differing = observer_state.differing(
                 states[0][0], identity, "on rank 0", f"on rank {rank}"

@@ -1,4 +1,4 @@
-"""Ranges that are the smallest and largest value seen."""
+"""Ranges from the smallest to the largest value observed."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""A moving average that can be cut anywhere and put together again.
+"""A moving average whose parts can be combined.
 
 With c the averaging constant, observation k moves the average m to (1 - c) * m + c * r_k, and the
-first one sets it. What was averaged is kept, a few numbers for each observation. So runs that were
-observed apart, by other ranks or on other days, are averaged once more when they join, in the order
-of observation, and end with the bits that one observer of all of them would hold.
+first one sets it. The observer keeps every r_k, a few numbers per observation. Parts from several
+ranks or files are averaged again from the first observation when they are combined, and give the
+bits of one observer that observed everything.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class MovingAverageOptions(ObserverOptions):
 class MovingAverageObserver(Observer):
     """Base of observers whose range is a moving average; the first observation sets it.
 
-    min_vals_history and so on: (num_observations, *qparam_shape), what was averaged
+    min_vals_history and so on: (num_observations, *qparam_shape), the values averaged
     """
 
     Options = MovingAverageOptions

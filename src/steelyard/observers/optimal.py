@@ -32,7 +32,7 @@ class OptimalOptions(ObserverOptions):
 
 @Observer.register("optimal")
 class OptimalObserver(ImportanceObserver, KeepsWeight):
-    """The stored scale with the least squared error of all, weighed by E[x^2] where it is known."""
+    """The stored scale with the least squared error of all, weighted by E[x^2] if gathered."""
 
     suits = "weights"
     seconds_per_weight = 45e-9

@@ -1,7 +1,7 @@
-"""Padding is no data: which tokens of a batch are real, for whatever looks at activations.
+"""Padding is no data: which tokens of a batch are real.
 
-A batch that is padded is run under `without_padding(mask)`; observers and the hooks that feed them
-ask `real_tokens` for what is left.
+A padded batch runs under `without_padding(mask)`; observers and hooks take the `real_tokens` of an
+activation.
 """
 
 from __future__ import annotations
@@ -50,6 +50,6 @@ def real_tokens(value: torch.Tensor, base_name: str) -> torch.Tensor:
     elif value.shape[0] == mask.numel():  # tokens of all samples in one row
         return value[mask.flatten()]
     raise ValueError(
-        f"a value of shape {tuple(value.shape)} does not tell which of its tokens are padding "
+        f"a value of shape {tuple(value.shape)} does not match the padding mask "
         f"{tuple(mask.shape)}; calibrate without padding"
     )

@@ -45,7 +45,7 @@ class SearchObserver(Observer):
         global_scale: torch.Tensor | None,
         importance: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what is found for `observed`, two tensors (*qparam_shape)."""
+        """Return the result of the search, two tensors (*qparam_shape)."""
         raise NotImplementedError
 
 
@@ -68,7 +68,7 @@ class KeepsWeight(SearchObserver):
         self._kept = _Kept(observed, importance) if fusible else None
 
     def importance_for(self, observed: torch.Tensor) -> torch.Tensor | None:
-        """Return weights that broadcast to `observed`, or None to weigh all values alike."""
+        """Return weights that broadcast to `observed`, or None to weight all values equally."""
         return None
 
     @abstractmethod
@@ -79,9 +79,9 @@ class KeepsWeight(SearchObserver):
     def searched_again(
         self, global_scale: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return what is found with a shared global scale, or None where it is this weight's own.
+        """Search again with a shared global scale; None if it is this weight's own.
 
-        Statistics that came from a file have no weight beside them; what was found stays.
+        Statistics from a file come without the weight, so they are not searched again.
         """
         if self._kept is None or global_scale is None:
             return None
@@ -112,7 +112,7 @@ class _Kept:
         return self._observed, self._importance
 
     def __getstate__(self) -> dict[str, object]:
-        # a copied tensor counts its versions anew
+        # the version of a copied tensor starts again
         return {**self.__dict__, "_version": None if self._now() == self._version else -1}
 
     def __setstate__(self, state: dict[str, object]) -> None:

@@ -1,4 +1,4 @@
-"""Statistics from a file or another rank that no observer could have seen."""
+"""Checks of statistics from a file or another rank: values that no observer computes."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def check_statistics(
     tensors: Mapping[str, torch.Tensor],
     origin: str,
 ) -> None:
-    """Refuse counts below zero, values that are not finite, and ranges that are none.
+    """Refuse negative counts, values that are not finite, and ranges whose minimum is above.
 
-    observer: the one that is to take them over
-    about:    what it is and how much it has seen
+    observer: the one that will hold them
+    about:    its identity and counts
     origin:   the file
     """
     label = observer.label

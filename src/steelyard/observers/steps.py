@@ -1,8 +1,8 @@
 """The steps of calibration, one function each, on modules that carry a quantization scheme.
 
 compressed-tensors has put the scheme and empty parameters (`weight_scale`, ...) on a module. An
-observer is added beside them, as `weight_observer`, `input_observer` and so on, for as long as
-calibration lasts.
+observer is added to the module as `weight_observer`, `input_observer` and so on, while calibration
+lasts.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def initialize_observer(module: Module, base_name: str) -> None:
 
 @torch.no_grad()
 def observe(module: Module | Iterable[Module], base_name: str) -> None:
-    """Show the observer the value of that name; called on weights, once."""
+    """Pass a module's value of that name to its observer; used for weights."""
     for each in _modules(module):
         observer = observer_of(each, base_name)
         if observer is not None:
@@ -81,8 +81,8 @@ def update_qparams(
 ) -> None:
     """Compute parameters from the statistics and store them on the module.
 
-    Of a value that is quantized dynamically only the global scale is stored, where it has one. An
-    observer without statistics is left out: who asks for parameters decides what that means.
+    For a dynamic value only the global scale is stored, if it has one. Observers without statistics
+    are skipped; the caller decides whether that is an error.
 
     only_update_onload: accepted for scripts that pass it; nothing is offloaded here
     """
@@ -113,7 +113,7 @@ def apply_calibration_status(module: Module) -> None:
 
 
 def freeze_module_quantization(module: Module) -> None:
-    """Take the observers off; what they found stays."""
+    """Remove the observers; the parameters stay."""
     if getattr(module, "quantization_scheme", None) is None:
         return
     if getattr(module, "quantization_status", None) == QuantizationStatus.FROZEN:
@@ -131,12 +131,12 @@ def remove_observers(module: Module) -> None:
 
 
 def reset_quantization_status(model: Module) -> None:
-    """Forget how far quantization has come, in all modules of `model`."""
+    """Remove `quantization_status` from all modules of `model`."""
     for module in model.modules():
         if hasattr(module, "quantization_status"):
             delattr(module, "quantization_status")
 
 
 def _modules(given: Module | Iterable[Module]) -> Iterable[Module]:
-    # a ModuleList is a module and an iterable; what is meant is the module
+    # a ModuleList is a module and an iterable; take it as the module
     return [given] if isinstance(given, Module) else given
