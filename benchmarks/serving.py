@@ -322,6 +322,7 @@ def run(options: argparse.Namespace, scratch: Path) -> dict:
 
     from steelyard import oneshot
     from steelyard.modifiers import QuantizationModifier
+    from steelyard.recipes import load_recipe
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -331,7 +332,7 @@ def run(options: argparse.Namespace, scratch: Path) -> dict:
     for name, scheme in schemes_for(config).items():
         print(f"quantizing: {name}", file=sys.stderr)
         recipe = QuantizationModifier(ignore=["lm_head"], **scheme)
-        data = calibration if recipe.needs_data else None
+        data = calibration if load_recipe(recipe).needs_data else None
         folder = scratch / f"{len(folders):02}"
         oneshot(options.model, recipe, data, folder, show_progress=False)
         folders[name] = folder

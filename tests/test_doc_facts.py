@@ -244,12 +244,13 @@ def test_formats_are_what_is_written(
 ) -> None:
     from steelyard import oneshot
     from steelyard.modifiers import QuantizationModifier
+    from steelyard.recipes import load_recipe
 
     inputs = IN_FULL.get(scheme)
     groups = {"group_0": {"targets": ["Linear"], "weights": BYTES, "input_activations": inputs}}
     how: dict[str, Any] = {"scheme": scheme} if inputs is None else {"config_groups": groups}
     recipe = QuantizationModifier(ignore=["lm_head"], **how)
-    data = [list(range(48))] if recipe.needs_data else None
+    data = [list(range(48))] if load_recipe(recipe).needs_data else None
     oneshot(small, recipe, dataset=data, output_dir=tmp_path / "out")
     written = {
         name.rpartition(".")[2]: (info["dtype"], info["shape"])
