@@ -161,7 +161,7 @@ def unpacked(words: torch.Tensor) -> torch.Tensor:
 
 
 class Watching(Algorithm):
-    """Adds what it sees to second moments, as GPTQ does."""
+    """Adds what it sees to Hessians, as GPTQ does."""
 
     needs = Needs(inputs=True)  # type: ignore[assignment]
 
@@ -174,7 +174,7 @@ class Watching(Algorithm):
         self.hessians.flush()
 
 
-def test_layers_that_share_an_input_share_its_moment(source: Path) -> None:
+def test_layers_that_share_an_input_share_its_hessian(source: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     layer = model.model.layers[0]
     linear = {n: m for n, m in layer.named_modules() if isinstance(m, torch.nn.Linear)}
@@ -184,9 +184,9 @@ def test_layers_that_share_an_input_share_its_moment(source: Path) -> None:
     with work.hooked(work.see_now(Moment)), torch.no_grad():
         for batch in correlated():
             model(batch)
-    assert len({id(m) for m in hessians._moments.values()}) == 4
+    assert len({id(m) for m in hessians._hessians.values()}) == 4
     attention = [f"self_attn.{p}_proj" for p in "qkv"]
-    assert len({id(hessians._moments[n]) for n in attention}) == 1
+    assert len({id(hessians._hessians[n]) for n in attention}) == 1
     assert hessians.tokens("mlp.up_proj") == 6 * 64
     assert all(not m._forward_pre_hooks for m in linear.values())
 
@@ -200,14 +200,14 @@ def test_moments_are_those_in_float64(dtype: torch.dtype, workers: int) -> None:
     found = []
     for count, at_once in ((workers, True), (workers, False), (1, True)):
         with ThreadPool(count) as pool:
-            moments = Hessians({"l": linear}, pool=pool)
+            hessians = Hessians({"l": linear}, pool=pool)
             for i, x in enumerate(batches):
-                moments.see(["l"], x, partial_sum=i * 16 // 20)
+                hessians.see(["l"], x, partial_sum=i * 16 // 20)
                 if not at_once:
-                    moments.flush()
-            moments.flush()
-        found.append(moments.hessian("l"))
-        assert moments.tokens("l") == 20 * 66
+                    hessians.flush()
+            hessians.flush()
+        found.append(hessians.hessian("l"))
+        assert hessians.tokens("l") == 20 * 66
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
     tokens = torch.cat(batches).reshape(-1, 300).double()
     norms = tokens.square().sum(0).sqrt()
@@ -217,10 +217,10 @@ def test_moments_are_those_in_float64(dtype: torch.dtype, workers: int) -> None:
 
 def test_half_precision_is_summed_in_fp32() -> None:
     linear = torch.nn.Linear(2, 1, bias=False, dtype=torch.bfloat16)
-    moments = Hessians({"l": linear})
-    moments.see(["l"], torch.full((70_000, 2), 1.0, dtype=torch.bfloat16))  # bf16 stops at 256
-    moments.flush()
-    assert torch.equal(moments.hessian("l"), torch.full((2, 2), 70_000.0))
+    hessians = Hessians({"l": linear})
+    hessians.see(["l"], torch.full((70_000, 2), 1.0, dtype=torch.bfloat16))  # bf16 stops at 256
+    hessians.flush()
+    assert torch.equal(hessians.hessian("l"), torch.full((2, 2), 70_000.0))
 
 
 @pytest.mark.parametrize("scheme", ["W4A16", "static"])
