@@ -13,7 +13,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from gptq_problems import DTYPES, FORMATS, hessian_of, nearest, qparams_of, solved, weight_of
 from torch.testing import assert_close
 
-from steelyard.kernels import compiled
+from steelyard.kernels import compiled_gptq
 from steelyard.kernels.gptq_grid import Grid
 from steelyard.kernels.gptq_rounding import activation_order, round_block
 
@@ -56,7 +56,7 @@ def test_block(isa: str, rows: int, columns: int, dtype: torch.dtype) -> None:
     added = torch.rand(columns, generator=generator)
     grid, original = block_of(weight, args, "auto"), weight.float().t().contiguous()
     results = []
-    for run in (compiled.gptq_block, round_block):
+    for run in (compiled_gptq.gptq_block, round_block):
         out = torch.empty(columns, rows), torch.empty(columns, rows)
         losses = torch.ones(rows, dtype=torch.float64)  # they are added to
         run(original, lower, sums, added, grid, *out, losses)
@@ -75,7 +75,7 @@ def test_rounding_to_nearest(
     weight = weight_of(37, 96, dtype)
     added = torch.linspace(0, 1, 96)
     grid = block_of(weight, args, "compiled", exact)
-    errors, shift = compiled.gptq_nearest(weight.float().t().contiguous(), added, grid)
+    errors, shift = compiled_gptq.gptq_nearest(weight.float().t().contiguous(), added, grid)
     expected = weight.float() - nearest(weight, args, exact=exact, backend="reference").float()
     assert_close(errors.t().contiguous(), expected, rtol=0, atol=0)
     assert_close(shift, expected.double().square() @ added.double(), rtol=1e-5, atol=0)
@@ -94,7 +94,7 @@ def test_threads_change_nothing(isa: str) -> None:
             losses = torch.zeros(700, dtype=torch.float64)
             sums, added = torch.zeros(128, 700), torch.zeros(128)
             original = weight.float().t().contiguous()
-            compiled.gptq_block(original, lower, sums, added, grid, *out, losses)
+            compiled_gptq.gptq_block(original, lower, sums, added, grid, *out, losses)
         finally:
             torch.set_num_threads(before)
         results.append((*out, losses))

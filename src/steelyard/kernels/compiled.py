@@ -17,12 +17,10 @@ from steelyard.kernels.rounding import minifloat, quantized_range
 if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationArgs
 
-    from steelyard.kernels.gptq_grid import Grid
-
 __all__ = [
+    "SCALE_TYPES",
     "format_of",
-    "gptq_block",
-    "gptq_nearest",
+    "native",
     "optimal_qparams",
     "pack",
     "qparams_from_range",
@@ -30,10 +28,11 @@ __all__ = [
     "search_range",
     "sum_of_squares",
     "supports",
+    "threads",
 ]
 
 # as in native/api.h
-_SCALE_TYPES = {
+SCALE_TYPES = {
     torch.float32: 0,
     torch.float16: 1,
     torch.bfloat16: 2,
@@ -53,14 +52,14 @@ def format_of(
     # compressed-tensors rounds an MX range to a power of two with the element's mantissa, but
     # with fp4's for fp8
     rounding_mantissa = 3 if args.num_bits == 6 else 1
-    return _native().Format(
+    return native().Format(
         is_int=args.type == "int",
         symmetric=args.symmetric,
         qmin=qmin,
         qmax=qmax,
         mantissa=mantissa,
         min_exponent=min_exponent,
-        scale=_SCALE_TYPES[scale_dtype],
+        scale=SCALE_TYPES[scale_dtype],
         global_scale=None if global_scale is None else float(global_scale),
         mx_offset=8 if args.num_bits == 8 else 2,
         mx_round_bit=1 << (23 - rounding_mantissa - 1),
@@ -69,13 +68,13 @@ def format_of(
 
 def supports(args: QuantizationArgs, scale_dtype: torch.dtype) -> bool:
     """Whether the searches know this type; those that they do not are left to the reference."""
-    return scale_dtype in _SCALE_TYPES and (args.type == "int" or args.symmetric)
+    return scale_dtype in SCALE_TYPES and (args.type == "int" or args.symmetric)
 
 
 def range_of(observed: torch.Tensor, group_dims: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     low, high = (torch.empty(_qparam_shape(observed, group_dims)) for _ in range(2))
     values = _five(observed, group_dims)
-    _native().range(values, low, high, instruction_set(), _threads(observed))
+    native().range(values, low, high, instruction_set(), threads(observed))
     return low, high
 
 
@@ -89,14 +88,14 @@ def qparams_from_range(
     shape = min_vals.shape or (1,)
     scale = torch.empty(shape, dtype=scale_dtype if scale_dtype in _WHOLE_SCALES else torch.float32)
     zero_point = None if args.symmetric else torch.empty(shape)
-    _native().qparams(
+    native().qparams(
         min_vals.detach().contiguous(),
         max_vals.detach().contiguous(),
         format_of(args, scale_dtype, global_scale),
         scale,
         zero_point,
         instruction_set(),
-        _threads(min_vals),
+        threads(min_vals),
     )
     if zero_point is None:
         return scale, torch.zeros(shape, dtype=args.zp_dtype)
@@ -122,7 +121,7 @@ def search_range(
         best_min, best_max = torch.empty_like(min_vals), torch.empty_like(max_vals)
     values, weights = _five(observed, group_dims), _weights(importance, observed, group_dims)
     described = format_of(args, scale_dtype, global_scale)
-    _native().search(
+    native().search(
         values,
         described,
         min_vals,
@@ -134,7 +133,7 @@ def search_range(
         best_min,
         best_max,
         instruction_set(),
-        _threads(observed),
+        threads(observed),
     )
     return best_min, best_max
 
@@ -152,7 +151,7 @@ def optimal_qparams(
     min_vals, max_vals = (t.contiguous() for t in observed_range)
     scale = torch.empty_like(min_vals)
     zero_point = None if args.symmetric else torch.empty_like(min_vals)
-    _native().optimal(
+    native().optimal(
         _five(observed, group_dims),
         format_of(args, scale_dtype, global_scale),
         min_vals,
@@ -162,7 +161,7 @@ def optimal_qparams(
         scale,
         zero_point,
         instruction_set(),
-        _threads(observed),
+        threads(observed),
     )
     return scale, zero_point
 
@@ -170,7 +169,7 @@ def optimal_qparams(
 def sum_of_squares(x: torch.Tensor) -> torch.Tensor:
     sums = torch.empty(x.shape[-1])
     rows = x.detach().reshape(-1, 1, 1, 1, x.shape[-1])
-    _native().sum_squares(rows, sums, instruction_set(), _threads(x))
+    native().sum_squares(rows, sums, instruction_set(), threads(x))
     return sums
 
 
@@ -187,7 +186,7 @@ def pack(
     errors: torch.Tensor | None = None,
 ) -> None:
     """Fill `out`, bytes of shape (rows, bytes per row), and `errors`, fp64 of shape (rows,)."""
-    _native().pack(
+    native().pack(
         weight.detach(),
         scale.detach().to(torch.float32).contiguous(),
         None if zero_point is None else zero_point.to(torch.float32).contiguous(),
@@ -199,74 +198,20 @@ def pack(
         out,
         errors,
         instruction_set(),
-        _threads(weight),
+        threads(weight),
     )
 
 
-def gptq_block(
-    weight: torch.Tensor,
-    lower: torch.Tensor,
-    sums: torch.Tensor,
-    added: torch.Tensor,
-    grid: Grid,
-    values: torch.Tensor,
-    errors: torch.Tensor,
-    losses: torch.Tensor,
-) -> None:
-    """Fill `values` and `errors`, (columns, rows), and add to `losses`, fp64 of shape (rows,)."""
-    _gptq(weight, lower.t().contiguous(), sums, added, grid, values, errors, losses)
-
-
-def gptq_nearest(
-    weight: torch.Tensor, added: torch.Tensor, grid: Grid
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the errors of rounding to nearest, (columns, rows), and their squares times `added`.
-
-    The squares are summed over the columns: (rows,), fp64.
-    """
-    errors, losses = torch.empty_like(weight), torch.zeros(weight.shape[1], dtype=torch.float64)
-    _gptq(weight, None, None, added, grid, None, errors, losses)
-    return errors, losses.neg_()
-
-
-def _gptq(
-    weight: torch.Tensor,
-    lower: torch.Tensor | None,
-    sums: torch.Tensor | None,
-    added: torch.Tensor,
-    grid: Grid,
-    values: torch.Tensor | None,
-    errors: torch.Tensor,
-    losses: torch.Tensor,
-) -> None:
-    _native().gptq_block(
-        weight,
-        lower,
-        sums,
-        added,
-        grid.scale,
-        grid.zero_point,
-        grid.group,
-        format_of(grid.args, torch.float32),
-        _SCALE_TYPES[grid.dtype],
-        grid.divides_in_dtype,
-        grid.tight,
-        values,
-        errors,
-        losses,
-        instruction_set(),
-        _threads(weight),
-    )
-
-
-def _native() -> Any:
-    native, problem = extension()
-    if native is None:
+def native() -> Any:
+    """Return the extension; raise with the reason if it cannot be loaded."""
+    module, problem = extension()
+    if module is None:
         raise ImportError(problem)
-    return native
+    return module
 
 
-def _threads(values: torch.Tensor) -> int:
+def threads(values: torch.Tensor) -> int:
+    """Return the number of threads for a kernel on `values`; 1 for small tensors."""
     return torch.get_num_threads() if values.numel() >= _PARALLEL_FROM else 1
 
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from steelyard.errors import NonFiniteError, StrategyError
-from steelyard.kernels import compiled
+from steelyard.kernels import compiled_gptq
 from steelyard.kernels.backend import use_compiled
 from steelyard.kernels.gptq_grid import Grid
 from steelyard.kernels.gptq_loss import exact_losses, judge
@@ -138,7 +138,7 @@ def solve(
     result = replace(result, dampening_frac=frac)
     original = _reordered(weight, reverse)
     nearest_errors, nearest_shift = (
-        compiled.gptq_nearest(original, added, grid.reordered(reverse))
+        compiled_gptq.gptq_nearest(original, added, grid.reordered(reverse))
         if fast
         else _nearest_errors(weight, original, reverse, added, grid)
     )
@@ -191,7 +191,7 @@ def eliminate(
     """
     values, errors = torch.empty_like(weight), torch.empty_like(weight)
     losses = torch.zeros(weight.shape[1], dtype=torch.float64, device=weight.device)
-    run = compiled.gptq_block if fast else round_block
+    run = compiled_gptq.gptq_block if fast else round_block
     for stop in range(len(weight), 0, -block_size):
         block = slice(max(stop - block_size, 0), stop)
         sums = lower[stop:, block].t() @ errors[stop:]
