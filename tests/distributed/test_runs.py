@@ -21,7 +21,7 @@ from world import start
 
 from steelyard.checkpoint import CheckpointWriter
 from steelyard.distributed import Ranks, liveness
-from steelyard.engine import stream as streaming
+from steelyard.engine import stream_jobs
 from steelyard.entry import oneshot
 from steelyard.errors import DataError, RanksError
 
@@ -138,7 +138,7 @@ def make_source(folder: Path) -> None:
 
 def cut_small() -> None:
     """Let small models have many shards, and many marks."""
-    streaming._LEAST_SHARD = 10_000
+    stream_jobs._LEAST_SHARD = 10_000
     CheckpointWriter.mark_seconds = 0.0
 
 
@@ -227,7 +227,7 @@ def alone(source: Path) -> Path:
 
 
 def quantize_all(source: Path, folder: Path, threads: int) -> Path:
-    before = streaming._LEAST_SHARD, CheckpointWriter.mark_seconds, torch.get_num_threads()
+    before = stream_jobs._LEAST_SHARD, CheckpointWriter.mark_seconds, torch.get_num_threads()
     torch.set_num_threads(threads)
     cut_small()
     try:
@@ -235,7 +235,7 @@ def quantize_all(source: Path, folder: Path, threads: int) -> Path:
             quantize(case, source, folder / case)
             assert torch.get_num_threads() == threads
     finally:
-        streaming._LEAST_SHARD, CheckpointWriter.mark_seconds, threads = before
+        stream_jobs._LEAST_SHARD, CheckpointWriter.mark_seconds, threads = before
         torch.set_num_threads(threads)
     return folder
 

@@ -132,7 +132,7 @@ def test_killed_and_resumed_it_writes_the_same(place: Path, balanced: Path) -> N
     process.communicate()
     assert not (place / "killed").exists()
     out = finish(start(place, command(place, "killed")))
-    assert "continued after" in out
+    assert "resumed after" in out
     for file in sorted(balanced.iterdir()):
         assert lasting(place / "killed" / file.name) == lasting(file), file.name
 

@@ -241,7 +241,7 @@ def test_continues_where_it_was(
     out = tmp_path / "out"
     stop_half_way(source, out, kind, monkeypatch)
     result = run(source, out, kind)
-    assert any("continued after" in note for note in result.notes)
+    assert any("resumed after" in note for note in result.notes)
     assert contents(out) == expected
     planned = {p.name for p in result.plan.quantized}
     assert set(result.modules) == planned

@@ -323,7 +323,7 @@ def test_a_killed_run_still_saves_everything(
     with pytest.raises(CheckpointError, match="save_statistics"):
         oneshot(source, recipe, samples(), out, shuffle_calibration_samples=False)
     result = observe(source, recipe, samples(), tmp_path / "s", output_dir=out)
-    assert any("continued after" in note for note in result.notes)
+    assert any("resumed after" in note for note in result.notes)
     assert (tmp_path / "s").read_bytes() == saved.read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["q", "s"]
     assert not list(out.glob("statistics*"))

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from steelyard import oneshot
 from steelyard.engine import stream as streaming
+from steelyard.engine import stream_jobs
 from steelyard.errors import CheckpointError, NonFiniteError, PlanError
 from steelyard.modifiers import QuantizationModifier
 
@@ -52,7 +53,7 @@ def test_copied_tensors_are_finite(
 ) -> None:
     """Whether they are held, or pass a piece at a time as large ones do."""
     if not small:
-        monkeypatch.setattr(streaming, "_LEAST", 0)
+        monkeypatch.setattr(stream_jobs, "_LEAST", 0)
         monkeypatch.setattr(streaming.Stream, "_read", _not_held)
     small_model("llama", attention_bias=True).save_pretrained(tmp_path / "m")
     tensor = read(tmp_path / "m")[name]

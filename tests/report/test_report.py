@@ -171,7 +171,7 @@ def test_resumed_run_has_the_report_of_one_that_was_not(
         with pytest.raises(Stop):
             oneshot(source, modifier, samples, tmp_path / "q")
     oneshot(source, modifier, samples, tmp_path / "q")
-    assert any("continued after" in note for note in read_report(tmp_path / "q").notes)
+    assert any("resumed after" in note for note in read_report(tmp_path / "q").notes)
     for name in ("report.json", "report.html"):
         assert lasting(tmp_path / "q" / name) == lasting(tmp_path / "whole" / name)
 

@@ -40,7 +40,7 @@ def stop_at_mark(patch: pytest.MonkeyPatch, count: int) -> None:
 
 
 _TIMES = re.compile(rb'"seconds":[^"]*"peak_memory":[^"]*"created":"[^"]*"')
-_CONTINUED = re.compile(rb',?"continued after \d+ modules?, which an earlier run had done"')
+_CONTINUED = re.compile(rb',?"resumed after \d+ modules? of an earlier run"')
 
 
 def lasting(file: Path) -> bytes:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,12 @@ import torch
 from compressed_tensors.quantization import disable_quantization
 from torch.nn import Module
 
-from steelyard.algorithms import Algorithm, needs_data
-from steelyard.data.limits import learned_positions
-from steelyard.data.samples import HARDLY_ANY_TOKENS, Samples, load_samples
-from steelyard.data.tokenizer import checked_tokenizer, tokenizer_of
+from steelyard.algorithms import Algorithm
+from steelyard.data.samples import Samples
+from steelyard.data.tokenizer import checked_tokenizer
 from steelyard.distributed import Ranks, together
 from steelyard.engine.announce import announce
+from steelyard.engine.calibration_samples import samples_for
 from steelyard.engine.identity import digest_of, identity_of
 from steelyard.engine.output import Output
 from steelyard.engine.planning import plan_run, streams
@@ -35,7 +34,7 @@ from steelyard.engine.run_options import Options
 from steelyard.engine.save_pretrained import save_as_quantized
 from steelyard.engine.saved_files import check_saved_files
 from steelyard.engine.statistics import RunStatistics
-from steelyard.errors import CalibrationWarning, DataError, PlanError
+from steelyard.errors import DataError, PlanError
 from steelyard.model.applied_schemes import apply_schemes
 from steelyard.model.restoring import restored_on_error
 from steelyard.model.source import Source
@@ -96,7 +95,7 @@ def quantize(options: Options, leave: Leave | None = None) -> Result:
     )
     for algorithm in algorithms:
         algorithm.prepare(source, plan, result.notes)
-    samples = _samples(options, algorithms, source, tokenizer, statistics, result, shown)
+    samples = samples_for(options, algorithms, source, tokenizer, statistics, result, shown)
     identity = _identity(options, algorithms, source, statistics, recipe.text, propagate, samples)
     _check_alike(options, ranks, recipe.text, propagate, statistics, samples)
 
@@ -105,7 +104,9 @@ def quantize(options: Options, leave: Leave | None = None) -> Result:
         if leave is not None:
             leave(result, folder)
 
-    given = restored_on_error(options.model) if result.model is not None else _nothing()
+    given = (
+        restored_on_error(options.model) if result.model is not None else contextlib.nullcontext()
+    )
     output = Output.open(
         source,
         options.output_dir,
@@ -116,7 +117,7 @@ def quantize(options: Options, leave: Leave | None = None) -> Result:
         ranks,
     )
     with given, output as run.output:
-        run.resume()
+        run.marks.resume()
         if streamed:
             run.stream()
         else:
@@ -129,6 +130,7 @@ def quantize(options: Options, leave: Leave | None = None) -> Result:
             else:
                 run.layer_by_layer(samples)
         run.end()
+        result.changed = sorted(run.changed)
         if ranks.is_first and not run.output.was_complete:  # else they are in place already
             statistics.save(result.notes)
             for algorithm in algorithms:
@@ -137,7 +139,7 @@ def quantize(options: Options, leave: Leave | None = None) -> Result:
         folder = None
         if ranks.is_first:
             folder = run.output.finish(
-                final, recipe.text, result.modules, plan, run.state(), leave_in
+                final, recipe.text, result.modules, plan, run.marks.state(), leave_in
             )
         result.output_dir = ranks.broadcast(folder)
     if result.model is not None:
@@ -174,59 +176,6 @@ def _shown(options: Options) -> bool:
     if options.show_progress is None:
         return sys.stderr.isatty()
     return options.show_progress
-
-
-def _samples(
-    options: Options,
-    algorithms: Sequence[Algorithm],
-    source: Source,
-    tokenizer: Any,
-    statistics: RunStatistics,
-    result: Result,
-    shown: bool,
-) -> Samples | None:
-    """Return the calibration samples, where the recipe needs some; note what they are."""
-    needed = needs_data(algorithms)
-    if options.pipeline == "datafree" and needed and options.statistics is None:
-        raise DataError('the recipe needs calibration data, so pipeline="datafree" cannot run it')
-    if needed and options.dataset is None and options.statistics is None:
-        raise DataError(
-            "the recipe needs calibration data (static activations, a KV cache or importance): "
-            "pass dataset=, or the statistics= of an earlier run"
-        )
-    if options.dataset is not None and not needed:
-        note = "the recipe needs no calibration data; the dataset is not read"
-        result.notes.append(note)
-        warnings.warn(note, stacklevel=4)
-    if options.statistics is not None:
-        result.notes.append(statistics.describe(source))
-        return None
-    if not needed:
-        return None
-    text_config = source.model.config.get_text_config()
-    samples = load_samples(
-        options.dataset,
-        tokenizer=lambda: tokenizer_of(tokenizer, source, options.trust_remote_code_model),
-        num_calibration_samples=options.num_calibration_samples,
-        max_seq_length=options.sequence_length,
-        batch_size=options.batch_size,
-        text_column=options.text_column,
-        split=options.splits,
-        shuffle=options.shuffle_calibration_samples,
-        seed=options.seed,
-        vocab_size=getattr(text_config, "vocab_size", None),
-        max_positions=learned_positions(source.model),
-    )
-    result.notes.append(samples.description)
-    if few := samples.shortage():
-        result.notes.append(few)
-        result.warnings.append(few)
-        if shown:
-            announce(f"warning: {few}")
-        elif samples.num_tokens < HARDLY_ANY_TOKENS:  # surely a mistake
-            warnings.warn(few, CalibrationWarning, stacklevel=6)
-    statistics.begin(source, result.source, result.recipe.text, samples)
-    return samples
 
 
 def _identity(
@@ -290,10 +239,6 @@ def _beginning(run: Run) -> Callable[[Calibration], object]:
     """Return what starts the algorithms of a run on the model as a whole."""
     model = run.source.model
     return lambda calibration: run.solver.begin(run.solver.block("", model, None, calibration))
-
-
-def _nothing() -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()
 
 
 def _name_of(model: Any) -> str:

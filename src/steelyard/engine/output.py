@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,15 +16,14 @@ import torch
 from compressed_tensors.quantization import QuantizationConfig
 from torch.nn import Module
 
-from steelyard.checkpoint import CheckpointWriter, Shards, validate_checkpoint
+from steelyard.checkpoint import CheckpointWriter
 from steelyard.checkpoint.finite import check_finite, finite_pieces
 from steelyard.checkpoint.packed import Packed, pack_module
 from steelyard.data.tokenizer import tokenizer_of
 from steelyard.distributed import Ranks
-from steelyard.errors import CheckpointInvalid, PipelineError
+from steelyard.engine.final_check import check_written
+from steelyard.errors import PipelineError
 from steelyard.formats import DENSE
-from steelyard.fusion import fused_groups
-from steelyard.model.class_loading import loading_problems
 from steelyard.model.skeleton import own_buffers, parts_of
 from steelyard.model.source import Source
 from steelyard.plan.plan import Plan
@@ -261,34 +259,11 @@ class Output:
             content.pop("quantization_config", None)
             return self.writer.finish(content)
         content = written_config(self.source, config, plan, self.plain, self.format)
-        reported = {
-            self.source.module_key(name): m.error
-            for name, m in modules.items()
-            if m.error is not None
-        }
+        as_planned = self.format is None and config == plan.config
+        changed = self.writer.changed
 
         def check(folder: Path) -> None:
-            problems = validate_checkpoint(
-                folder,
-                source=shards,
-                reported=reported,
-                samples=min(8, 2 + len(reported) // 32),  # a small part of the run's own work
-                fused=_fused(self.source, plan),
-                allow_negative=_negative(config),
-                changed=self.writer.changed if self.writer is not None else (),
-                dtypes={self.source.module_key(p.name): p.dtype for p in plan.quantized},
-            )
-            unexpected = _unexpected(folder, content, plan)
-            if self.format is None and config == plan.config:
-                problems += unexpected
-            elif unexpected:  # the plan was made for another format, or before some had no tokens
-                warnings.warn("; ".join(unexpected), stacklevel=2)
-            if problems:
-                listed = "\n".join(f"  - {problem}" for problem in problems)
-                raise CheckpointInvalid(
-                    f"what was written to {folder} is not as it should be:\n{listed}\n"
-                    "It was not moved to its place; resume=False starts anew."
-                )
+            check_written(folder, content, self.source, config, plan, modules, changed, as_planned)
             if leave is not None:
                 leave(folder)
 
@@ -320,23 +295,3 @@ class Output:
         with tempfile.TemporaryDirectory() as temporary:
             tokenizer_of(given, self.source).save_pretrained(temporary)
             self.writer.carry_files(Path(temporary))
-
-
-def _unexpected(folder: Path, content: Mapping[str, Any], plan: Plan) -> list[str]:
-    """Return what keeps transformers from loading the checkpoint, but for what the plan said."""
-    with Shards(folder) as written:
-        specs = {name: (written.info(name).dtype, written.info(name).shape) for name in written}
-    return [each for each in loading_problems(content, specs) if each not in plan.warnings]
-
-
-def _negative(config: QuantizationConfig) -> bool:
-    weights = [s.weights for s in config.config_groups.values() if s.weights is not None]
-    return any((args.observer_kwargs or {}).get("negative_scales") for args in weights)
-
-
-def _fused(source: Source, plan: Plan) -> list[tuple[str, ...]]:
-    """Return the names, as in the source, of modules that the server fuses."""
-    return [
-        tuple(source.module_key(name) for name in group)
-        for group in fused_groups(p.name for p in plan.quantized)
-    ]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import contextvars
 import functools
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -18,9 +17,10 @@ from typing import Any, TypeVar
 import torch
 from torch.nn import Module
 
-from steelyard.algorithms import Block, ModuleResult, Seen
+from steelyard.algorithms import Block, ModuleResult
 from steelyard.distributed import ThreadPool
 from steelyard.engine.block_work import Moment, Work
+from steelyard.engine.observing import observe
 from steelyard.engine.solving import Solver
 from steelyard.engine.stages import BESIDE, Staged, at_once, find_stages, holding_budget
 from steelyard.fusion import fused_groups
@@ -127,35 +127,10 @@ class Passes:
             return
         with computing_in(part.root, self.dtype):
             for turn in range(work.passes if algorithm.needs.sees else 0):
-                self._observe(work, flow.forwards, turn)
+                observe(work, flow.forwards, self.places, turn, self.pool, self.solver.ranks)
         work.join()
         with torch.set_grad_enabled(algorithm.needs.gradients):
             work.transform()
-
-    def _observe(self, work: Work, forwards: Sequence[Callable[[], Any]], turn: int) -> None:
-        """Run all batches on the threads of the pool; show what they noted in their order."""
-        noted: contextvars.ContextVar[list[tuple[int, Seen]]] = contextvars.ContextVar("noted")
-        moments = [Moment(batch, partial_sum, turn) for batch, partial_sum in self.places]
-
-        def record(index: int) -> list[tuple[int, Seen]]:
-            noted.set([])
-            current.set(moments[index])
-            forwards[index]()
-            return noted.get()
-
-        current: contextvars.ContextVar[Moment] = contextvars.ContextVar("current")
-
-        def note(number: int, place: str, name: str, value: Any) -> None:
-            now = current.get()
-            seen = Seen(place, (name,), value, now.batch, now.partial_sum, now.turn)
-            noted.get().append((number, seen))
-
-        with work.hooked(note):
-            for start in range(0, len(forwards), self.pool.count):
-                some = range(start, min(start + self.pool.count, len(forwards)))
-                for seen in self.pool.do((i, functools.partial(record, i)) for i in some):
-                    work.take(seen)
-                    self.solver.ranks.look()
 
     # -- in passes ----------------------------------------------------------------------------
 

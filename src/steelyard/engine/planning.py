@@ -13,7 +13,7 @@ from steelyard.distributed import ThreadPool
 from steelyard.engine.run import model_device
 from steelyard.engine.run_options import Options
 from steelyard.engine.stages import BESIDE, holding_budget
-from steelyard.engine.stream import budget_of, jobs_of, restack
+from steelyard.engine.stream_jobs import budget_of, jobs_of, restack
 from steelyard.model.class_loading import ONLY_TRANSFORMERS
 from steelyard.model.completeness import missing_parts, random_parameters
 from steelyard.model.source import Source

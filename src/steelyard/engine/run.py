@@ -7,23 +7,19 @@ solve it, write its tensors.
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from compressed_tensors.quantization import QuantizationScheme
 from torch.nn import Module
 
-from steelyard.algorithms import Algorithm, ModuleResult
-from steelyard.checkpoint.journal import file_record
+from steelyard.algorithms import Algorithm
 from steelyard.checkpoint.weight_errors import weight_error
 from steelyard.data.samples import Samples
 from steelyard.distributed import Ranks, ThreadPool, batches_of
 from steelyard.engine.assignment import owners_of
-from steelyard.engine.mark import Mark
+from steelyard.engine.marks import Marks
 from steelyard.engine.output import Output
 from steelyard.engine.passes import NO_DATA, Flow, Part, Passes
 from steelyard.engine.progress import progress
@@ -37,10 +33,9 @@ from steelyard.model.blocks import (
     Batch,
     LayerSequence,
     decoder_layers,
-    load_hidden,
-    save_hidden,
 )
 from steelyard.model.forward_errors import WITHOUT_DATA, forward_errors
+from steelyard.model.hidden_states import load_hidden
 from steelyard.model.source import Source, computing_in, fast_dtype
 from steelyard.observers.lifecycle import with_schemes
 from steelyard.words import count
@@ -80,7 +75,7 @@ class Run:
         self.streamed: dict[int, int] = {}  # shard -> its jobs that are done
         self.calibrated = False  # all modules are, and their tensors written
         self.changed: set[str] = set()  # tensors that transforms changed
-        self._mark_cost = 0.0  # seconds, of the last one
+        self.marks = Marks(self)
 
     # -- the ways through a model -------------------------------------------------------------
 
@@ -94,7 +89,7 @@ class Run:
                 plan,
                 writer,
                 self.result.modules,
-                self.state,
+                self.marks.state,
                 self._importance(),
                 self.show,
             )
@@ -126,7 +121,7 @@ class Run:
             for index, layer in enumerate(layers):
                 if index >= self.done:
                     self._calibrate(Part(f"{name}.{index}", layer))
-                    self._layer_done(index)
+                    self.marks.layer_done(index)
                 advance()
             self._rest(name, layers)
             advance()
@@ -152,7 +147,7 @@ class Run:
             numbered = {i: batch for (i, _), batch in zip(mine, batches, strict=True)}
             if self.done:
                 assert self.output.writer is not None
-                load_hidden(numbered, self._kept("hidden"))
+                load_hidden(numbered, self.marks.kept("hidden"))
                 advance(self.done * len(batches))
             for index, layer in enumerate(layers):
                 if index < self.done:
@@ -170,7 +165,7 @@ class Run:
                 self._calibrate(part, flow, functools.partial(_originals, sequence, index, batches))
                 for batch, (_, after) in zip(batches, part.originals, strict=False):
                     batch.original = after
-                self._layer_done(index, numbered)
+                self.marks.layer_done(index, numbered)
             last = [functools.partial(sequence.finish, batch) for batch in batches]
             self._rest(sequence.name, layers, Flow(last))
 
@@ -209,106 +204,6 @@ class Run:
         self.passes.places = [(i, partial_sum_of(i, len(batches))) for i in mine]
         return [(i, batches[i].to(self.device)) for i in mine]
 
-    # -- resuming -----------------------------------------------------------------------------
-
-    def resume(self) -> None:
-        """Start where an earlier run ended, if there is one."""
-        if not self.output.progress:
-            return
-        weights_only = self.solver.weights_only_schemes
-        for mark in map(Mark.of, self.output.progress):  # one of each rank that wrote
-            for name, (error, tokens, details) in mark.modules.items():
-                self.result.modules[name] = ModuleResult(error, tokens, details)
-                if error is not None:
-                    self.output.done.add(self.source.key(f"{name}.weight"))
-            for name, scheme in mark.weights_only.items():
-                weights_only[name] = QuantizationScheme.model_validate(scheme)
-            self.solver.unseen = mark.unseen
-            self.result.notes += [n for n in mark.notes if n not in self.result.notes]
-            self.done, self.calibrated = mark.done, mark.calibrated
-            for shard, jobs in mark.streamed.items():
-                self.streamed[shard] = max(jobs, self.streamed.get(shard, 0))
-        writer = self.output.writer
-        assert writer is not None
-        if writer.finished:
-            self.result.notes.append(
-                f"{writer.output_dir} is complete: an earlier run wrote it, and was killed before "
-                "it could say so"
-            )
-            return
-        for index, algorithm in enumerate(self.solver.algorithms):
-            for path in self._kept(f"algorithm{index}"):
-                algorithm.resume(path)
-        for path in self._kept("statistics"):
-            self.statistics.resume(path)
-        if self.ranks.is_first:
-            self._forget_others()
-        self.result.notes.append(
-            f"continued after {count(len(self.result.modules), 'module')}, which an earlier run "
-            "had done"
-        )
-
-    def state(self) -> dict[str, Any]:
-        """Return, in JSON's types, what `resume` needs."""
-        modules = self.result.modules.items()
-        schemes = self.solver.weights_only_schemes.items()
-        return Mark(
-            done=self.done,
-            streamed=self.streamed,
-            calibrated=self.calibrated,
-            modules={name: (m.error, m.tokens, m.details) for name, m in modules},
-            weights_only={name: scheme.model_dump(mode="json") for name, scheme in schemes},
-            unseen=self.solver.unseen,
-            notes=self.result.notes,
-        ).model_dump(mode="json")
-
-    def _kept(self, kind: str) -> list[Path]:
-        """Return the files of one kind that the journal names."""
-        writer = self.output.writer
-        assert writer is not None
-        return [writer.work.path / n for n in sorted(writer.files) if n.startswith(f"{kind}-")]
-
-    def _keep(self, work: Path, when: str) -> dict[str, dict[str, int]]:
-        """Write what was gathered for files that the run saves; return the journal's records."""
-        kept = {}
-        parts: list[tuple[str, Any]] = [("statistics", self.statistics)]
-        parts += [(f"algorithm{i}", each) for i, each in enumerate(self.solver.algorithms)]
-        for kind, part in parts:
-            path = work / f"{kind}-{when}"
-            if part.keep(path):
-                kept[path.name] = file_record(path)
-        return kept
-
-    def _forget_others(self) -> None:
-        """Remove what the journal does not name: of earlier marks, or of ranks that made none."""
-        writer = self.output.writer
-        assert writer is not None
-        for kind in ("hidden-*", "algorithm*-*", "statistics-*"):
-            for old in writer.work.path.glob(kind):
-                if old.name not in writer.files:
-                    old.unlink()
-
-    def _layer_done(self, index: int, batches: dict[int, Batch] | None = None) -> None:
-        """Record, when it is time, that a layer is done, and what flows into the next."""
-        self.done = index + 1
-        writer = self.output.writer
-        if writer is None or not self.ranks.broadcast(writer.due(self._mark_cost)):
-            return
-        started = time.monotonic()
-        path = writer.work.path / f"hidden-{self.ranks.rank}-{self.done}.safetensors"
-        files: dict[str, dict[str, int]] = {}
-        if batches is not None:
-            save_hidden(batches, path)
-            files[path.name] = file_record(path)
-        for others in self.ranks.gather(files):
-            files |= others
-        if not self.ranks.is_first:
-            return
-        files |= self._keep(writer.work.path, str(self.done))
-        writer.mark(self.state(), files)
-        self._forget_others()
-        self._mark_cost = time.monotonic() - started
-
     # -- one part of the model --------------------------------------------------------------
 
     @torch.no_grad()
@@ -337,7 +232,7 @@ class Run:
             schemes = with_schemes(root, name, without)
             owners = owners_of(schemes, self.ranks.count)
             self.output.add(root, name, without, owners, part.changed)
-            self.changed.update(part.changed)
+            self.changed.update(map(self.source.key, part.changed))
             for each, quantized in schemes.items():
                 result = found[each]
                 if result.error is None:  # against the weight as it is now, before it is rounded
@@ -349,10 +244,10 @@ class Run:
     def _note_changed(self) -> None:
         if self.solver.transforms and not self.calibrated:
             writer = self.output.writer
-            changed = self.changed | (set() if writer is None else writer.changed)
+            self.changed |= set() if writer is None else writer.changed  # those before a kill, too
             by = " and ".join(type(a.modifier).__name__ for a in self.solver.transforms)
-            example = f", such as {min(changed)}" if changed else ""
-            self.result.notes.append(f"{by} changed {count(len(changed), 'tensor')}{example}")
+            example = f", such as {min(self.changed)}" if self.changed else ""
+            self.result.notes.append(f"{by} changed {count(len(self.changed), 'tensor')}{example}")
 
     # -- the end ----------------------------------------------------------------------------
 
@@ -362,11 +257,11 @@ class Run:
         self.calibrated = True
         writer = self.output.writer
         if writer is not None and writer.identity is not None and self.ranks.is_first:
-            writer.files = self._keep(writer.work.path, "end")  # the next mark names them
+            writer.files = self.marks.keep(writer.work.path, "end")  # the next mark names them
         kept = bool(self.solver.uncalibrated_modules) and not self.solver.unrecoverable()
         kept = kept and writer is not None
         if kept and writer is not None and self.ranks.is_first:
-            writer.mark(self.state())
+            writer.mark(self.marks.state())
         self.solver.require_all(kept)
 
 

@@ -17,7 +17,8 @@ import torch
 
 from steelyard.checkpoint import CheckpointView
 from steelyard.engine.progress import progress
-from steelyard.engine.stream import Job, jobs_of, quantize, restack
+from steelyard.engine.stream import quantize
+from steelyard.engine.stream_jobs import Job, jobs_of, restack
 from steelyard.errors import OptionError, PlanError
 from steelyard.kernels.squares import sum_of_squares
 from steelyard.model.source import Source

@@ -1,0 +1,73 @@
+"""The calibration samples of a run, or why there are none."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from steelyard.algorithms import Algorithm, needs_data
+from steelyard.data.limits import learned_positions
+from steelyard.data.samples import HARDLY_ANY_TOKENS, Samples, load_samples
+from steelyard.data.tokenizer import tokenizer_of
+from steelyard.engine.announce import announce
+from steelyard.engine.result import Result
+from steelyard.engine.run_options import Options
+from steelyard.engine.statistics import RunStatistics
+from steelyard.errors import CalibrationWarning, DataError
+from steelyard.model.source import Source
+
+__all__ = ["samples_for"]
+
+
+def samples_for(
+    options: Options,
+    algorithms: Sequence[Algorithm],
+    source: Source,
+    tokenizer: Any,
+    statistics: RunStatistics,
+    result: Result,
+    shown: bool,
+) -> Samples | None:
+    """Return the calibration samples, where the recipe needs some; note what they are."""
+    needed = needs_data(algorithms)
+    if options.pipeline == "datafree" and needed and options.statistics is None:
+        raise DataError('the recipe needs calibration data, so pipeline="datafree" cannot run it')
+    if needed and options.dataset is None and options.statistics is None:
+        raise DataError(
+            "the recipe needs calibration data (static activations, a KV cache or importance): "
+            "pass dataset=, or the statistics= of an earlier run"
+        )
+    if options.dataset is not None and not needed:
+        note = "the recipe needs no calibration data; the dataset is not read"
+        result.notes.append(note)
+        warnings.warn(note, stacklevel=4)
+    if options.statistics is not None:
+        result.notes.append(statistics.describe(source))
+        return None
+    if not needed:
+        return None
+    text_config = source.model.config.get_text_config()
+    samples = load_samples(
+        options.dataset,
+        tokenizer=lambda: tokenizer_of(tokenizer, source, options.trust_remote_code_model),
+        num_calibration_samples=options.num_calibration_samples,
+        max_seq_length=options.sequence_length,
+        batch_size=options.batch_size,
+        text_column=options.text_column,
+        split=options.splits,
+        shuffle=options.shuffle_calibration_samples,
+        seed=options.seed,
+        vocab_size=getattr(text_config, "vocab_size", None),
+        max_positions=learned_positions(source.model),
+    )
+    result.notes.append(samples.description)
+    if few := samples.shortage():
+        result.notes.append(few)
+        result.warnings.append(few)
+        if shown:
+            announce(f"warning: {few}")
+        elif samples.num_tokens < HARDLY_ANY_TOKENS:  # surely a mistake
+            warnings.warn(few, CalibrationWarning, stacklevel=6)
+    statistics.begin(source, result.source, result.recipe.text, samples)
+    return samples

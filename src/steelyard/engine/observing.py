@@ -1,0 +1,49 @@
+"""Shows algorithms what batches bring to the modules of a block, in the order of the batches."""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from steelyard.algorithms import Seen
+from steelyard.distributed import Ranks, ThreadPool
+from steelyard.engine.block_work import Moment, Work
+
+__all__ = ["observe"]
+
+
+def observe(
+    work: Work,
+    forwards: Sequence[Callable[[], Any]],
+    places: Sequence[tuple[int, int]],
+    turn: int,
+    pool: ThreadPool,
+    ranks: Ranks,
+) -> None:
+    """Run all batches, some on each thread of the pool; show what they noted in their order.
+
+    places: of each batch: its number in the run, and its partial sum
+    turn:   the number of the pass
+    """
+    noted: contextvars.ContextVar[list[tuple[int, Seen]]] = contextvars.ContextVar("noted")
+    current: contextvars.ContextVar[Moment] = contextvars.ContextVar("current")
+
+    def record(index: int) -> list[tuple[int, Seen]]:
+        noted.set([])
+        current.set(Moment(*places[index], turn))
+        forwards[index]()
+        return noted.get()
+
+    def note(number: int, place: str, name: str, value: Any) -> None:
+        now = current.get()
+        seen = Seen(place, (name,), value, now.batch, now.partial_sum, now.turn)
+        noted.get().append((number, seen))
+
+    with work.hooked(note):
+        for start in range(0, len(forwards), pool.count):
+            some = range(start, min(start + pool.count, len(forwards)))
+            for seen in pool.do((i, functools.partial(record, i)) for i in some):
+                work.take(seen)
+                ranks.look()

@@ -1,0 +1,98 @@
+"""The work of a stream: which tensors are read, quantized and written together, in which shard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from steelyard.checkpoint import CheckpointView
+from steelyard.checkpoint.shard_file import HEADER_ROOM, entry_bytes
+from steelyard.fusion import solved_together
+from steelyard.plan.plan import Plan, Planned, search_time
+
+__all__ = ["Job", "budget_of", "jobs_of", "restack", "shards_of"]
+
+_LEAST = 128 << 20  # bytes on their way, even where all tensors are small
+_SHARDS = 16  # that a checkpoint is cut into, so that as many ranks can write,
+_LEAST_SHARD = 64 << 20  # as long as they do not get smaller than this, in bytes
+_HEADER = 64  # bytes of a header beside its entries
+
+
+@dataclass(frozen=True)
+class Job:
+    """Tensors that are read, quantized and written together.
+
+    names:   those of the source that it takes
+    modules: what they are the weights of, if they are to be quantized; else they are copied
+    """
+
+    names: tuple[str, ...]
+    modules: tuple[Planned, ...] = ()
+
+    def nbytes(self, view: CheckpointView) -> int:
+        return sum(view.info(name).nbytes for name in self.names)
+
+    def stored(self, view: CheckpointView) -> tuple[int, int]:
+        """Return how many bytes it writes, and how many of a header it needs at most."""
+        if not self.modules:
+            infos = [(name, view.info(name)) for name in self.names]
+            return self.nbytes(view), sum(entry_bytes(n, len(i.shape)) for n, i in infos)
+        nbytes, header = 0, 0
+        for planned in self.modules:
+            nbytes += planned.stored_bytes
+            for leaf in planned.tensors:
+                header += entry_bytes(f"{planned.name}.{leaf}", 2)
+        return nbytes, header
+
+    def cost(self, view: CheckpointView) -> float:
+        """Return about how many seconds of one thread it takes."""
+        return self.nbytes(view) / 1e9 + sum(search_time(planned) for planned in self.modules)
+
+
+def jobs_of(view: CheckpointView, plan: Plan) -> list[Job]:
+    """Return what is to be done in the order of the files; layers with one scale go together."""
+    planned = {p.name: p for p in plan.quantized if p.scheme.weights is not None}
+    together = solved_together({name: p.scheme for name, p in planned.items()})
+    jobs: list[Job] = []
+    taken: set[str] = set()
+    for tensor in view.names():
+        name = tensor.removesuffix(".weight")
+        if name == tensor or name not in planned:
+            jobs.append(Job((tensor,)))
+        elif name not in taken:
+            names = together[name]
+            taken.update(names)
+            jobs.append(Job(tuple(f"{n}.weight" for n in names), tuple(planned[n] for n in names)))
+    return jobs
+
+
+def shards_of(view: CheckpointView, jobs: Sequence[Job], at_most: int) -> list[list[Job]]:
+    """Return the jobs of each shard, in order: about 16 shards of one size, if they are not small.
+
+    at_most: bytes of a shard, unless one job is larger
+    """
+    sizes = [job.stored(view) for job in jobs]
+    room = min(max(sum(size for size, _ in sizes) // _SHARDS, _LEAST_SHARD), at_most)
+    shards: list[list[Job]] = []
+    nbytes, header = 0, _HEADER
+    for job, (size, entries) in zip(jobs, sizes, strict=True):
+        if not shards or nbytes + size > room or header + entries > HEADER_ROOM:
+            shards.append([])
+            nbytes, header = 0, _HEADER
+        shards[-1].append(job)
+        nbytes += size
+        header += entries
+    return shards
+
+
+def restack(view: CheckpointView, plan: Plan) -> None:
+    """Leave the stacked experts of which none is to be quantized as they are stored."""
+    planned = {f"{p.name}.weight" for p in plan.quantized}
+    for stack in list(view.stacks):
+        if not planned.intersection(stack.experts):
+            view.restack(stack)
+
+
+def budget_of(view: CheckpointView, jobs: Sequence[Job]) -> int:
+    """Return how many bytes of the source may be on their way at once."""
+    return max(_LEAST, 2 * max((j.nbytes(view) for j in jobs if j.modules), default=0))
