@@ -1,9 +1,9 @@
 """The mathematics of quantization as pure functions, free of modules, sessions and globals.
 
 Each function here is written first in plain torch. That reference defines the answer: it is short
-enough to check by eye and runs on any device. Compiled versions stand beside it, in the extension
-`steelyard.kernels._native`; they are faster, and tested against the reference. Which of the two is
-in use is no secret: ask `info()`.
+enough to check by eye and runs on any device. The extension `steelyard.kernels._native` has faster,
+compiled versions, which are tested against the reference. `info()` returns which of the two is in
+use.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ class Grid:
         return decode(torch.where(kept(codes), codes, fallback)).float()
 
     def stored(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return what the file would hold of a weight, decoded; (out, in), in the weight's type."""
+        """Return a weight as the file stores it, decoded; (out, in), in the weight's type."""
         codes = self.pack(weight)
         if codes.dtype == torch.uint8:  # two fp4 codes each
             table = torch.tensor([*E2M1, *(-v for v in E2M1)], device=codes.device)
@@ -136,7 +136,7 @@ class Grid:
         return self._held(decoded * self._wide(self.scale))
 
     def round_to_nearest(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return `stored(weight)`, but leave weights as they are that would be packed otherwise."""
+        """Return `stored(weight)`, but keep weights that would be packed to another code."""
         decoded = self.stored(weight)
         if not self._always_held():
             decoded = torch.where(self.stored(decoded) == decoded, decoded, weight)

@@ -1,4 +1,4 @@
-"""Shapes: every observed value is brought to one form, and the observers of a model are counted.
+"""Shapes: brings every observed value to one form, and counts the tokens of a model's observers.
 
 The canonical shape is (num_observations, *qparam_shape, group_size): reducing it over its first
 and last dimension leaves one number per quantization parameter.

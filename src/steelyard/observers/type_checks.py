@@ -1,4 +1,4 @@
-"""What an observer refuses: types that no format stores, tensors that hold no usable values."""
+"""Checks of an observer: types that no format stores, tensors without usable values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def check_type(args: QuantizationArgs) -> None:
-    """Refuse what the stored formats cannot hold, before anything is observed."""
+    """Refuse types that no stored format holds, before anything is observed."""
     if args.type == "int" and not 2 <= args.num_bits <= 8:
         raise StrategyError(f"integers of 2 to 8 bits can be quantized to, not {args.num_bits}")
     if args.type == "float":
