@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import typer
-from pages import write_files
+from pages import keep_registries, write_files
 
 from steelyard.cli.app import build, run
 
@@ -43,6 +43,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     from steelyard.demo import model_folder
 
     monkeypatch.chdir(tmp_path)
+    keep_registries(monkeypatch)
     (tmp_path / "path" / "to").mkdir(parents=True)
     for name in ("path/to/model", "qwen"):
         (tmp_path / name).symlink_to(model_folder())

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from pages import write_files
+from pages import keep_registries, write_files
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -56,6 +56,7 @@ def test_every_recipe_in_the_pages_loads():
 def test_page_runs(page, monkeypatch, workplace):
     monkeypatch.chdir(workplace)
     monkeypatch.syspath_prepend(workplace)
+    keep_registries(monkeypatch)
     write_files(page, workplace)
     text = page.read_text(encoding="utf-8")
     blocks = PYTHON_BLOCK.findall(text)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 DOCS = Path(__file__).parents[2] / "docs"
 _TITLED = re.compile(r'^```\w+ title="([^"]+)"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 
@@ -16,3 +18,13 @@ def write_files(page: Path, folder: Path) -> list[Path]:
         (folder / name).write_text(content)
         found.append(folder / name)
     return found
+
+
+def keep_registries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget after a test what its page, or a plug-in of it, registered."""
+    from steelyard.algorithms import Algorithm
+    from steelyard.modifiers import Modifier
+    from steelyard.observers import Observer
+
+    for registry in (Algorithm.registry, Modifier.registry, Observer.registry):
+        monkeypatch.setattr(registry, "_entries", dict(registry._entries))
