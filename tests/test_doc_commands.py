@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
-from pages import keep_registries, write_files
+from pages import own_registrations, write_files
 
 from steelyard.cli.app import build, run
 
@@ -38,18 +39,18 @@ COMMANDS = [(page.name, line) for page in PAGES for line in commands_of(page)]
 
 
 @pytest.fixture
-def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder in which every folder of the pages is the model that ships along."""
     from steelyard.demo import model_folder
 
     monkeypatch.chdir(tmp_path)
-    keep_registries(monkeypatch)
     (tmp_path / "path" / "to").mkdir(parents=True)
     for name in ("path/to/model", "qwen"):
         (tmp_path / name).symlink_to(model_folder())
     for page in PAGES:
         write_files(page, tmp_path)
-    return tmp_path
+    with own_registrations():
+        yield tmp_path
 
 
 def parsed(line: str) -> tuple[str, dict[str, Any]]:

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from pages import keep_registries, write_files
+from pages import own_registrations, write_files
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -56,15 +56,15 @@ def test_every_recipe_in_the_pages_loads():
 def test_page_runs(page, monkeypatch, workplace):
     monkeypatch.chdir(workplace)
     monkeypatch.syspath_prepend(workplace)
-    keep_registries(monkeypatch)
     write_files(page, workplace)
     text = page.read_text(encoding="utf-8")
     blocks = PYTHON_BLOCK.findall(text)
     assert blocks, f"{page.name} has no python block"
     namespace = {"__name__": page.stem}
-    for block in blocks:
-        line = text[: text.index(block)].count("\n")
-        exec(compile("\n" * line + block, str(page), "exec"), namespace)
+    with own_registrations():
+        for block in blocks:
+            line = text[: text.index(block)].count("\n")
+            exec(compile("\n" * line + block, str(page), "exec"), namespace)
 
 
 def test_default_observers_are_stated():

@@ -33,7 +33,8 @@ def _import_file(path: Path) -> None:
         raise PluginError(f"there is no plug-in file {path}")
     place = str(path.resolve())
     name = f"steelyard_plugin_{path.stem}_{hashlib.sha256(place.encode()).hexdigest()[:8]}"
-    if name in sys.modules:
+    files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+    if place in files:  # imported by its own name, or before
         return
     spec = importlib.util.spec_from_file_location(name, place)
     assert spec is not None and spec.loader is not None

@@ -6,12 +6,14 @@ names copied from other tools' recipes match.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import pkgutil
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from typing import Generic, TypeVar
 
 from steelyard.errors import UnknownNameError, nearest
 
-__all__ = ["Registry"]
+__all__ = ["Registry", "import_all"]
 
 T = TypeVar("T")
 
@@ -84,3 +86,12 @@ def _normalise(name: str) -> str:
 def _origin(entry: object) -> str:
     module = getattr(entry, "__module__", type(entry).__module__)
     return f"{module}.{getattr(entry, '__qualname__', repr(entry))}"
+
+
+def import_all(package: str, folder: Sequence[str]) -> None:
+    """Import every module of a package, so that each registers what it defines.
+
+    folder: the package's `__path__`
+    """
+    for module in sorted(found.name for found in pkgutil.iter_modules(folder)):
+        import_module(f"{package}.{module}")

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from families import assert_same_tensors, read, small_model, token_batches
+from pages import own_registrations
 from torch.testing import assert_close
 
 from steelyard import oneshot
@@ -26,11 +27,8 @@ NORM = "model.layers.1.input_layernorm.weight"
 
 @pytest.fixture(autouse=True)
 def registries() -> Iterator[None]:
-    """What a test registers is gone after it."""
-    known = [(r, dict(r._entries)) for r in (Algorithm.registry, Modifier.registry)]
-    yield
-    for registry, entries in known:
-        registry._entries = entries
+    with own_registrations():
+        yield
 
 
 @pytest.fixture

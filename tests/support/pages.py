@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
 _TITLED = re.compile(r'^```\w+ title="([^"]+)"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
@@ -20,11 +21,23 @@ def write_files(page: Path, folder: Path) -> list[Path]:
     return found
 
 
-def keep_registries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget after a test what its page, or a plug-in of it, registered."""
+@contextlib.contextmanager
+def own_registrations() -> Iterator[None]:
+    """What is registered or imported inside is gone after it."""
     from steelyard.algorithms import Algorithm
     from steelyard.modifiers import Modifier
     from steelyard.observers import Observer
 
-    for registry in (Algorithm.registry, Modifier.registry, Observer.registry):
-        monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+    known = [
+        (registry, dict(registry._entries))
+        for registry in (Algorithm.registry, Modifier.registry, Observer.registry)
+    ]
+    modules = set(sys.modules)
+    try:
+        yield
+    finally:
+        for registry, entries in known:
+            registry._entries = entries
+        for name in set(sys.modules) - modules:
+            if name == "balance" or name.startswith("steelyard_plugin_"):
+                del sys.modules[name]

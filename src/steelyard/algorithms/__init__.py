@@ -13,6 +13,7 @@ from steelyard.algorithms.gptq import GPTQ
 from steelyard.algorithms.importance import GatherImportance
 from steelyard.algorithms.nearest import Nearest
 from steelyard.algorithms.reductions import ExactSum, Largest, Smallest, Statistic
+from steelyard.registry import import_all
 
 __all__ = [
     "GPTQ",
@@ -30,3 +31,5 @@ __all__ = [
     "algorithm_of",
     "needs_data",
 ]
+
+import_all(__name__, __path__)

@@ -4,5 +4,15 @@ from steelyard.modifiers.gptq import GPTQModifier
 from steelyard.modifiers.importance import IMatrixGatherer
 from steelyard.modifiers.modifier import Modifier
 from steelyard.modifiers.nearest import QuantizationModifier
+from steelyard.registry import import_all
 
 __all__ = ["GPTQModifier", "IMatrixGatherer", "Modifier", "QuantizationModifier"]
+
+import_all(__name__, __path__)
+
+
+def __getattr__(name: str) -> type[Modifier]:
+    """Return any other modifier of this package, by the name of its class."""
+    if name in Modifier.registry and Modifier.registry.get(name).__name__ == name:
+        return Modifier.registry.get(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
