@@ -158,7 +158,7 @@ class Algorithm:
         """Add what one batch shows to the state."""
 
     def flush(self, state: Any) -> None:
-        """Add what was seen and only noted; called while the tensors are still there."""
+        """Add values that `see` only noted; called while the tensors are still there."""
 
     def join(self, state: Any, block: Block) -> None:
         """Join the statistics of all ranks; by default each one of a mapping, as it declares."""

@@ -1,7 +1,6 @@
-"""GPTQ: gather second moments of the inputs of modules, then round each weight with its own.
+"""GPTQ: gather the Hessian of each input, E[x x^T], then round the weights that it multiplies.
 
-A solved weight holds the values that will be stored, so that the batches that run on, and the
-packing, find what was solved here.
+A solved weight holds the values that will be stored, for the batches that continue and for packing.
 """
 
 from __future__ import annotations
@@ -129,13 +128,11 @@ class GPTQ(Nearest):
         if result.fallback is not None:
             notes.append(f"{name}: rounded to nearest, since {result.fallback}")
         elif result.dampening_frac > dampening:
-            notes.append(
-                f"{name}: its second moments needed a dampening of {result.dampening_frac:g}"
-            )
+            notes.append(f"{name}: its Hessian needed a dampening of {result.dampening_frac:g}")
 
 
 def moment_bytes(plan: Plan) -> int:
-    """Return about how much second moments take.
+    """Return about how many bytes Hessians take.
 
     Those of a stage are there at once, as up to three matrices while they are factorised; where a
     layer goes in two passes, one of each of its inputs. Fused layers share theirs.

@@ -65,7 +65,7 @@ class GatherImportance(Algorithm):
         block.calibration.weigh(block.modules)
 
     def transform(self, block: Block, state: None) -> None:
-        """Keep what was gathered, and add what files hold."""
+        """Keep the sums of this run, and add those of the files."""
         for name, _, observer in block.calibration.observers():
             if not isinstance(observer, ImportanceObserver):
                 continue

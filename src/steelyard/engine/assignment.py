@@ -1,4 +1,4 @@
-"""Which rank works on which weights, and what it has to tell the others of them."""
+"""Assigns weights to ranks, and picks the parameters that a rank sends to the others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["of_weight", "owners_of"]
 
 
 def owners_of(modules: Mapping[str, Any], ranks: int) -> dict[str, int]:
-    """Deal the weights of modules with schemes to ranks, those that share a scale to one."""
+    """Assign weights to ranks; those that share a scale go to one."""
     schemes = {name: module.quantization_scheme for name, module in modules.items()}
     units = list(dict.fromkeys(solved_together(schemes).values()))
     owners = assign([sum(_cost(modules[name]) for name in unit) for unit in units], ranks)
@@ -23,7 +23,7 @@ def owners_of(modules: Mapping[str, Any], ranks: int) -> dict[str, int]:
 
 
 def of_weight(module: Module, solved: bool) -> dict[str, torch.Tensor]:
-    """Return the parameters of a module that come of its weight, on the CPU.
+    """Return the parameters of a module that belong to its weight, on the CPU.
 
     solved: the weight itself too, which has changed
     """

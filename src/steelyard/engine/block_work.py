@@ -65,7 +65,7 @@ class Work:
             part.algorithm.flush(part.state)
 
     def take(self, seen: Sequence[tuple[int, Seen]]) -> None:
-        """Show what `recording` noted, each to the part whose number it has."""
+        """Show values that `hooked` noted, each to the part whose number it has."""
         for number, each in seen:
             part = self.parts[number]
             if each.turn < part.algorithm.needs.passes:

@@ -63,7 +63,7 @@ def check_written(
 
 
 def _unexpected(folder: Path, content: Mapping[str, Any], plan: Plan) -> list[str]:
-    """Return what keeps transformers from loading the checkpoint, but for what the plan said."""
+    """Return problems of loading it in transformers that the plan did not warn of."""
     with Shards(folder) as written:
         specs = {name: (written.info(name).dtype, written.info(name).shape) for name in written}
     return [each for each in loading_problems(content, specs) if each not in plan.warnings]

@@ -1,4 +1,4 @@
-"""What a run is made of: with the same of it, an unfinished run may be taken up again."""
+"""The identity of a run: an unfinished run resumes only if these digests match."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PACKAGES = ("steelyard", "compressed-tensors", "torch")
 def identity_of(
     shards: Shards, recipe: str, options: dict[str, Any], tokens: Iterable[torch.Tensor] = ()
 ) -> dict[str, Any]:
-    """Return all that the result depends on, by name, in JSON's types.
+    """Return everything that the result depends on, by name, in JSON's types.
 
     tokens: the calibration data, if there is any
     """

@@ -1,4 +1,4 @@
-"""How far a run came: what it records in the journal, and reads when it resumes."""
+"""The progress of a run, as the journal records it and a resumed run reads it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Count = Annotated[int, Field(ge=0)]
 
 
 class Mark(BaseModel):
-    """What one rank had done.
+    """Progress of one rank.
 
     done:         layers
     streamed:     shard -> its jobs that are done

@@ -22,7 +22,7 @@ __all__ = ["Marks"]
 
 
 class Marks:
-    """Records how far a run has come, and brings a new one there."""
+    """Records the progress of a run, and restores it."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -85,7 +85,7 @@ class Marks:
         return [writer.work.path / n for n in sorted(writer.files) if n.startswith(f"{kind}-")]
 
     def keep(self, work: Path, when: str) -> dict[str, dict[str, int]]:
-        """Write what was gathered for files that the run saves; return the journal's records."""
+        """Write the statistics gathered so far; return the journal's records of the files."""
         kept = {}
         parts: list[tuple[str, Any]] = [("statistics", self.run.statistics)]
         parts += [(f"algorithm{i}", each) for i, each in enumerate(self.run.solver.algorithms)]
@@ -96,7 +96,7 @@ class Marks:
         return kept
 
     def _forget_others(self) -> None:
-        """Remove what the journal does not name: of earlier marks, or of ranks that made none."""
+        """Remove files that the journal does not name, of earlier marks or other ranks."""
         writer = self.run.output.writer
         assert writer is not None
         for kind in ("hidden-*", "algorithm*-*", "statistics-*"):
@@ -105,7 +105,7 @@ class Marks:
                     old.unlink()
 
     def layer_done(self, index: int, batches: dict[int, Batch] | None = None) -> None:
-        """Record, when it is time, that a layer is done, and what flows into the next."""
+        """Record, when it is time, that a layer is done, and the input of the next."""
         self.run.done = index + 1
         writer = self.run.output.writer
         if writer is None or not self.run.ranks.broadcast(writer.due(self._cost)):

@@ -1,4 +1,4 @@
-"""Shows algorithms what batches bring to the modules of a block, in the order of the batches."""
+"""Shows algorithms the values that batches have at the modules of a block, in their order."""
 
 from __future__ import annotations
 

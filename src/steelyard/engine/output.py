@@ -1,4 +1,4 @@
-"""Handing a quantized model's tensors to a checkpoint, module by module.
+"""Writes the tensors of a quantized model to a checkpoint, module by module.
 
 Tensors keep the names that the source has for them. What is not quantized is copied from the source
 as it is, also tensors that the model class does not know.
@@ -33,7 +33,7 @@ __all__ = ["Output"]
 
 
 class Output:
-    """Where the tensors of a run go; without a folder, nowhere.
+    """Destination of the tensors of a run; nowhere without a folder.
 
     format: a format for all quantized weights; None stores each scheme in its own
     """
@@ -49,7 +49,7 @@ class Output:
         self.writer = writer
         self.tokenizer = tokenizer
         self.format = format
-        self.done: set[str] = set()  # names in the source that are dealt with
+        self.done: set[str] = set()  # names in the source that need not be copied
         self.plain: list[str] = []  # weights that are written as they were
         self.errors: dict[str, float] = {}  # of the weights that are written, relative
 
@@ -87,12 +87,12 @@ class Output:
 
     @property
     def progress(self) -> list[dict[str, Any]]:
-        """How far an earlier run came, in the words of its last marks, one of each rank."""
+        """The last marks of an earlier run, one of each rank."""
         return [] if self.writer is None else self.writer.progress
 
     @property
     def was_complete(self) -> bool:
-        """Whether an earlier run put all in place, and was killed before it could say so."""
+        """Whether an earlier run finished, but was killed before it could say so."""
         return self.writer is not None and self.writer.finished
 
     def add(
@@ -148,7 +148,7 @@ class Output:
         packed: Packed | None,
         changed: Collection[str],
     ) -> dict[str, torch.Tensor]:
-        """Write what quantization made of a module; return what is left of its parameters."""
+        """Write the stored tensors of a quantized module; return its other parameters."""
         scheme: Any = module.quantization_scheme
         weight = parameters.pop("weight", None)
         bias = {"bias": parameters.pop("bias")} if "bias" in parameters else {}
@@ -215,7 +215,7 @@ class Output:
             self.plain.append(name.removesuffix(".weight"))
 
     def _release(self, module: Module) -> None:
-        """Let go of the scales of a module that was filled from a file."""
+        """Free the scales of a module that was loaded from a file."""
         if self.source.shards is None:
             return
         for leaf, parameter in module._parameters.items():
@@ -232,9 +232,9 @@ class Output:
         progress: dict[str, Any] | None = None,
         leave: Callable[[Path], None] | None = None,
     ) -> Path | None:
-        """Copy what is left, write the configuration, and check what was written.
+        """Copy the remaining tensors, write the configuration, and check the checkpoint.
 
-        progress: what a later run is told if this one ends before the checkpoint is in place
+        progress: the last mark, for a run that resumes before the checkpoint is in place
         leave:    called with the folder when it is found good, to put more files in it
         """
         if self.writer is None:

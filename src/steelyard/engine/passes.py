@@ -68,7 +68,7 @@ class Part:
 
 
 class Passes:
-    """The ways of batches through a block: beside each other in stages, or with hooks.
+    """Runs batches through a block: several at once in stages, or one by one with hooks.
 
     propagate: give each block the output of the quantized blocks before it
     dtype:     the type to compute in; None for that of the model
@@ -137,7 +137,7 @@ class Passes:
     def _in_passes(
         self, part: Part, flow: Flow, stages: list[list[str]] | None
     ) -> dict[str, ModuleResult]:
-        """Solve all modules after one pass; another gives the next block what comes of it."""
+        """Solve all modules after one pass; a second computes the input of the next block."""
         again = flow if self.propagate and flow.take is not None else None
         every = [each for stage in stages for each in stage] if stages else None
         solved: set[str] = set()
@@ -171,7 +171,7 @@ class Passes:
     def _beside(
         self, calibration: Calibration, work: Work, stages: list[list[str]], flow: Flow
     ) -> None:
-        """Show the modules of a layer their inputs, with several batches beside each other."""
+        """Show the modules of a layer their inputs, with several batches at once."""
         assert flow.take is not None
         parts = [[calibration.modules[each] for each in stage] for stage in stages]
         calibration.take_over()
@@ -255,7 +255,7 @@ class Passes:
             return found
 
     def _stages(self, part: Part, flow: Flow) -> list[list[str]] | None:
-        """Return the modules of a layer in the order of their calls; None where hooks must tell.
+        """Return the modules of a layer in the order of their calls; None where hooks are needed.
 
         That is where an algorithm needs more than inputs, where outputs or attention states are
         observed, where the data may say which modules are called, where the server fuses modules of

@@ -1,4 +1,4 @@
-"""The plan of a run: that of the recipe, with what files, data and threads add to it."""
+"""The plan of a run: the recipe's, completed with files, data and costs."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _waiting_bytes(plan: Plan, budget: int, least: int) -> int:
 
 
 def _taken_names(plan: Plan, source: Source) -> list[str]:
-    """Return what is wrong with a source that holds tensors by the names of those to be written."""
+    """Return an error for each tensor of the source whose name the checkpoint needs."""
     if source.shards is None or plan.errors:
         return []
     found = []

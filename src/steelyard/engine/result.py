@@ -21,7 +21,7 @@ class Result:
     """What a run did; printed, a table of errors with sizes, warnings and notes.
 
     model:    the module that was given, now quantized; None where the source was a folder
-    source:   the name of what was quantized
+    source:   the name of the model
     warnings: those of the notes that call for attention
     changed:  tensors of the source that the run changed, before or without quantizing them
     """

@@ -186,7 +186,7 @@ class Run:
             self._calibrate(Part("", self.source.model), flow)
 
     def _rest(self, name: str, layers: Module, flow: Flow = NO_DATA) -> None:
-        """Calibrate what is not in a layer, such as the output projection."""
+        """Calibrate everything outside of the layers, such as the output projection."""
         inside = f"{name}."
         outside = [p for p in self.result.plan.quantized if not p.name.startswith(inside)]
         if outside or self.solver.transforms:
@@ -227,7 +227,7 @@ class Run:
             if self.statistics.only:
                 self.result.modules.update(found)
                 return
-            if self.solver.unrecoverable():  # the run goes on only to name all such modules
+            if self.solver.unrecoverable():  # continue only to list all such modules
                 return
             schemes = with_schemes(root, name, without)
             owners = owners_of(schemes, self.ranks.count)

@@ -1,4 +1,4 @@
-"""Files that a run saves beside its checkpoint, checked before the work that they are made of."""
+"""Checks the files that a run saves beside its checkpoint, before any work."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ class Solver:
     def _exchange(
         self, block: Block, found: Mapping[str, ModuleResult], known: int
     ) -> dict[str, ModuleResult]:
-        """Send the other ranks what was found for the weights of this one, and take theirs.
+        """Exchange results: send those of this rank's modules, receive those of the others.
 
         known: how many notes there were before
         """

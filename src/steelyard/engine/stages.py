@@ -1,8 +1,8 @@
-"""All batches through one layer, in stages: each module is computed once, and changed before that.
+"""Runs all batches through one layer in stages: each module is changed, then computed once.
 
 A stage is a set of modules that are called with one and the same tensor, such as q, k and v. Every
 batch runs up to the first module of the stage, shows what flows into it, and waits there. When all
-batches wait, whoever drives them may change the modules of the stage; then they go on to the next.
+batches wait, the caller may change the modules of the stage; then they continue to the next.
 So each module sees what the changed modules before it give, and what comes out in the end is the
 output of the layer as it was changed.
 
@@ -91,7 +91,7 @@ def _is_plain(module: Module) -> bool:
 
 
 def holding_budget(device: torch.device) -> int:
-    """Return how many bytes batches that wait may hold: a quarter of what is free."""
+    """Return how many bytes waiting batches may hold: a quarter of the free memory."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0]) // 4
     return int(psutil.virtual_memory().available) // 4
@@ -155,12 +155,12 @@ class Staged(Generic[T]):
         self,
         stage: int,
         see: Callable[[int, torch.Tensor], None],
-        settle: Callable[[], None] = lambda: None,
+        flush: Callable[[], None] = lambda: None,
     ) -> None:
-        """Run every batch up to a stage; `see` is shown what flows into it, batch after batch.
+        """Run every batch up to a stage; show `see` the input of the stage, batch after batch.
 
         see:    takes the number of the batch, and the tensor
-        settle: called now and then, when what was seen is still there
+        flush:  called after each group of batches, while their tensors are still there
         """
         self._stage = stage
         start = 0
@@ -171,7 +171,7 @@ class Staged(Generic[T]):
                 raise _irregular()
             for index, one in passes.items():
                 one.gr_context.run(see, index, one.input(stage))
-            settle()
+            flush()
             dropped = []
             for index, one in passes.items():
                 del self._held[index]
@@ -235,7 +235,7 @@ class Staged(Generic[T]):
         return self._sizes[kind]
 
     def _called(self, module: Module, args: Any) -> None:
-        """Wait where the stage is reached; refuse what was not foreseen."""
+        """Wait where the stage is reached; refuse calls in another order than the first batch's."""
         one = getcurrent()
         assert isinstance(one, _Pass)
         stage, x = self._stage_of[module], args[0]

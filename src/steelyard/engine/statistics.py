@@ -46,7 +46,7 @@ def merge_statistics(paths: Sequence[str | Path], out: str | Path) -> None:
 
 
 class RunStatistics:
-    """What a run does about statistics.
+    """Saves or restores the statistics of a run.
 
     save_to: where those of this run go; None where nobody asked
     file:    those to take instead of data
@@ -136,14 +136,14 @@ class RunStatistics:
             )
 
     def digests(self) -> dict[str, Any]:
-        """Return what tells whether a run that is taken up has the same statistics to deal with."""
+        """Return digests; a run resumes only with the same statistics."""
         given = {} if self.given is None else {"statistics": self.given.digest()}
         return given | ({} if self.save_to is None else {"save_statistics": True})
 
     # -- one part of the model ----------------------------------------------------------------
 
     def exchange(self, calibration: Calibration, device: torch.device) -> None:
-        """After the data of a part: keep what was seen of it, or take what the file says."""
+        """After the data of a part: keep its statistics, or restore those of the file."""
         if self.saved is None and self.given is None:
             return
         for name, base, observer in calibration.observers():
@@ -203,10 +203,10 @@ class RunStatistics:
             f"its weight has {weight.shape[-1]} input channels; observe the data again"
         )
 
-    # -- stopping and going on ----------------------------------------------------------------
+    # -- resuming -----------------------------------------------------------------------------
 
     def keep(self, path: Path) -> bool:
-        """Write what was observed so far, if anything was; return whether there is a file."""
+        """Write the statistics so far; return whether there are any."""
         if self.saved is None or not self.saved.observers:
             return False
         self.saved.write(path)

@@ -1,6 +1,6 @@
 """The statistics of a whole run in one file, and files of several runs joined.
 
-A file holds what every observer had seen of the data, and what is needed to build such an observer
+A file holds the statistics of every observer, and the arguments that build such an observer
 again: its name and its arguments. Files join as ranks do (`observers.combine`). The file also names
 the model, its weights, the recipe, and each run with its data.
 """
@@ -30,7 +30,7 @@ from steelyard.observers.observer_state import check_state, state_of
 __all__ = ["STATISTICS", "Key", "Observed", "Statistics", "fingerprint"]
 
 Key = tuple[str, str]
-"""Module, and what is observed there: weight (its importance) | input | output | q | k | v."""
+"""Module, and the value observed: weight (its importance) | input | output | q | k | v."""
 
 _KIND = "statistics of a run"
 _VERSION = 1
@@ -172,7 +172,7 @@ class Statistics:
         return sum(int(run[what]) for run in self.runs)
 
     def digest(self) -> str:
-        """Return what tells whether two are the same."""
+        """Return a digest of all statistics."""
         digest = hashlib.sha256(repr((self.recipe, self.model, self.runs, self.weights)).encode())
         for key, observed in sorted(self.observers.items()):
             identity, tensors = observed.state
@@ -252,9 +252,9 @@ def _what(base: str) -> str:
 
 
 def fingerprint(weight: torch.Tensor) -> str:
-    """Return what tells one weight from another: shape, type, and a digest of its first row.
+    """Return a fingerprint of a weight: shape, type, and a digest of its first row.
 
-    Reading all of every weight would cost more than it tells: training changes every row.
+    The first row is enough: training changes every row.
     """
     digest = hashlib.sha256(_bytes(weight[:1])).hexdigest()[:16]
     return f"{tuple(weight.shape)} {str(weight.dtype).removeprefix('torch.')} {digest}"

@@ -104,7 +104,7 @@ class Stream:
         self._mark_cost = 0.0  # seconds that the last mark took: it names all modules so far
 
     def run(self, done: dict[int, int]) -> None:
-        """Do what is left of the jobs; `done` is what an earlier run did of each shard."""
+        """Do the remaining jobs; `done` counts those of each shard that an earlier run did."""
         self.done = done
         ranks, complete = self.writer.ranks, self.writer.is_complete
         left = [i for i in range(len(self.shards)) if not complete(i)]
@@ -125,7 +125,7 @@ class Stream:
             finally:
                 for pool in (reading, writing):
                     pool.shutdown(cancel_futures=True)
-        for i in mine:  # also those of which only the end was missing
+        for i in mine:  # also those that lack only their end
             self.writer.at(i)
         self.writer.join()
 
@@ -198,7 +198,7 @@ class Stream:
             self._write(shard, job, each, made)
 
     def _read(self, job: Job) -> list[torch.Tensor]:
-        """Return the tensors of a job; what is only copied and large is left to the writer."""
+        """Return the tensors of a job; large ones that are only copied are read by the writer."""
         if not job.modules and job.nbytes(self.view) > self.budget // 4:
             return []
         return [self.view.read(name) for name in job.names]

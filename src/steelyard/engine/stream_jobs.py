@@ -50,7 +50,7 @@ class Job:
 
 
 def jobs_of(view: CheckpointView, plan: Plan) -> list[Job]:
-    """Return what is to be done in the order of the files; layers with one scale go together."""
+    """Return all jobs in the order of the files; layers that share a scale are one job."""
     planned = {p.name: p for p in plan.quantized if p.scheme.weights is not None}
     together = solved_together({name: p.scheme for name, p in planned.items()})
     jobs: list[Job] = []
@@ -86,7 +86,7 @@ def shards_of(view: CheckpointView, jobs: Sequence[Job], at_most: int) -> list[l
 
 
 def restack(view: CheckpointView, plan: Plan) -> None:
-    """Leave the stacked experts of which none is to be quantized as they are stored."""
+    """Keep stacks of experts as they are stored where no expert is quantized."""
     planned = {f"{p.name}.weight" for p in plan.quantized}
     for stack in list(view.stacks):
         if not planned.intersection(stack.experts):

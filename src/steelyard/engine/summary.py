@@ -41,7 +41,7 @@ def error_rows(result: Result) -> list[list[str]]:
 
 
 def summary_lines(result: Result, said: Sequence[str] = ()) -> list[str]:
-    """Return sizes, what was not quantized, warnings, notes, and where everything is.
+    """Return sizes, skipped modules, warnings, notes, and the paths of the results.
 
     said: warnings that were shown already
     """

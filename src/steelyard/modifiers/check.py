@@ -1,4 +1,4 @@
-"""Options to a modifier, or everything that is wrong with them.
+"""Builds a modifier from options, or lists all problems with them.
 
 A modifier is a pydantic model that holds models of compressed-tensors. Some of their refusals
 are not errors that pydantic collects, and what stands inside of them (observers, targets, numbers
@@ -137,7 +137,7 @@ def _inner_problems(model: Model, given: Any, path: KeyPath) -> Iterator[Problem
 def _bits(given: Mapping[Any, Any], path: KeyPath) -> Iterator[Problem]:
     try:
         args = QuantizationArgs.model_validate(given)
-    except Exception:  # which is told by whoever validates the whole
+    except Exception:  # reported when the whole is validated
         return
     if problem := args_problem(args):
         bits = given.get("num_bits")

@@ -17,9 +17,9 @@ Model = type[BaseModel]
 
 
 class Place(NamedTuple):
-    """A value inside what was given to a model.
+    """A value inside the options given to a model.
 
-    owner:   the model of which it is a field, or would be
+    owner:   the model that has it as a field, or would
     choices: the words that it may be, where the field declares them
     """
 

@@ -1,4 +1,4 @@
-"""GPTQ: weights are rounded so that what flows through them changes least.
+"""GPTQ: weights are rounded so that the output of each layer changes least.
 
     GPTQModifier(scheme="W4A16", ignore=["lm_head"])
 
@@ -60,7 +60,7 @@ class GPTQModifier(QuantizationModifier):
         default=ActivationOrdering.STATIC,
         description="columns with the largest inputs first (static, weight), or as they lie (null)",
     )
-    offload_hessians: bool = Field(default=False, description="keep second moments on the CPU")
+    offload_hessians: bool = Field(default=False, description="keep Hessians on the CPU")
     sequential_targets: list[Target] | None = Field(
         default=None, description="what runs one after another; always the decoder's layers here"
     )

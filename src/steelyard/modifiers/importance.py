@@ -38,7 +38,7 @@ class IMatrixGatherer(Modifier):
         default_factory=list,
         description="files to take importance from, added up: our own, or llama.cpp's GGUF",
     )
-    save_to: str | None = Field(default=None, description="a file for what was gathered")
+    save_to: str | None = Field(default=None, description="a file for the importance of this run")
 
     @field_validator("load_from", mode="before")
     @classmethod

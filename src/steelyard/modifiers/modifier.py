@@ -62,7 +62,7 @@ class Modifier(BaseModel, metaclass=_Refusing):
         return Modifier.registry.register(name)  # type: ignore[return-value]
 
     def quantization_config(self) -> QuantizationConfig | None:
-        """Return what is to be quantized and how, or None for a modifier that quantizes nothing."""
+        """Return targets and schemes; None for a modifier that quantizes nothing."""
         return None
 
     def checks(self, plan: Any, model: Any) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What is refused of a scheme before any model is known.
+"""Checks of schemes that need no model.
 
 compressed-tensors takes any number of bits and any text for a target; what cannot be stored or
 matched would otherwise be found out in the middle of a run.
@@ -39,7 +39,7 @@ def target_problem(target: str) -> str | None:
 
 
 def args_problem(args: QuantizationArgs) -> str | None:
-    """Return what is wrong with the number of bits."""
+    """Return the problem with the number of bits, if any."""
     try:
         check_type(args.model_copy(update={"symmetric": True, "scale_dtype": None}))
     except StrategyError as error:
@@ -72,7 +72,7 @@ def regrouped(scheme: QuantizationScheme, group_size: int | None) -> Quantizatio
 
 
 def scheme_problems(scheme: QuantizationScheme) -> Iterator[str]:
-    """Yield what is wrong inside a scheme, each with its place."""
+    """Yield the problems of a scheme, each with its place."""
     for i, target in enumerate(scheme.targets):
         if problem := target_problem(target):
             yield f"targets[{i}]: {problem}"

@@ -2,7 +2,7 @@
 
 Every module that holds a weight is either to be quantized or is listed with the reason why not.
 What cannot work (a group size that does not divide, a target that matches nothing, a layer that the
-server fuses with one that is left alone) is an error here, not after hours.
+server fuses with one that is not quantized) is an error here, not after hours.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class Left:
-    """A weight that stays as it is, and why."""
+    """A weight that is not quantized, and why."""
 
     name: str
     shape: tuple[int, ...]
@@ -67,7 +67,7 @@ class Left:
 
 @dataclass(repr=False)
 class Plan:
-    """Which modules are quantized and how, which are left and why, and what that amounts to."""
+    """The modules to quantize and how, those to skip and why, sizes and costs."""
 
     config: QuantizationConfig
     quantized: list[Planned] = field(default_factory=list)
@@ -82,8 +82,8 @@ class Plan:
     hidden: int = 0
     tokens: int = 0  # that will flow through the model
     budget: int = 0  # bytes of the source that a stream holds at once
-    passes: float = 1  # of the tokens through each layer; second moments cost as much as half a one
-    moments: int = 0  # bytes of the second moments that GPTQ holds for a layer
+    passes: float = 1  # of the tokens through each layer; Hessians cost as much as half a pass
+    moments: int = 0  # bytes of the Hessians that GPTQ holds for a layer
     waiting: int = 0  # bytes of the batches that wait inside of a layer
 
     @property
@@ -104,7 +104,7 @@ class Plan:
         """About how many bytes a run from a folder holds at once, beside the libraries.
 
         One layer, or all that is outside of the layers; with data once more in fp32, the hidden
-        states, and what waits inside of a layer; for GPTQ second moments. A stream holds what is on
+        states, and what waits inside of a layer; for GPTQ Hessians. A stream holds what is on
         its way, and as much again for what it makes of it.
         """
         if self.budget:

@@ -1,4 +1,4 @@
-"""The tensors and the config that a plan would write, held against the class before any work."""
+"""Checks the tensors and the config of a plan against the model class, before any work."""
 
 from __future__ import annotations
 

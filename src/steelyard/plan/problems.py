@@ -1,4 +1,4 @@
-"""What cannot work, or not as one may think, when a recipe meets a model: errors and warnings.
+"""Errors and warnings of a recipe for a model.
 
 Each check yields one sentence per problem, with the module and the remedy.
 """
