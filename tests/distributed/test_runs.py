@@ -143,7 +143,9 @@ def cut_small() -> None:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {p.name: p.read_bytes() for p in sorted(folder.iterdir())}
+    """Return all that is served, and not the report, which has the time that a run took."""
+    files = [p for p in sorted(folder.iterdir()) if not p.name.startswith("report.")]
+    return {p.name: p.read_bytes() for p in files}
 
 
 # -- the worker ---------------------------------------------------------------------------------
