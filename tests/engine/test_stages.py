@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 from steelyard import oneshot
 from steelyard.distributed import ThreadPool
 from steelyard.engine import passes
+from steelyard.engine.marks import Marks
 from steelyard.engine.passes import Flow, Part, Passes
-from steelyard.engine.run import Run
 from steelyard.engine.stages import (
     Staged,
     at_once,
@@ -370,10 +370,10 @@ def test_what_flows_on_is_what_the_quantized_layer_gives(
     """And static scales of inputs are those of the inputs that are served."""
     flowed: list[list[torch.Tensor]] = []
 
-    def note(_run: Run, _index: int, batches: dict[int, Any]) -> None:
+    def note(_marks: Marks, _index: int, batches: dict[int, Any]) -> None:
         flowed.append([batch.hidden for batch in batches.values()])
 
-    monkeypatch.setattr(Run, "_layer_done", note)
+    monkeypatch.setattr(Marks, "layer_done", note)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     modifier = GPTQModifier(ignore=["lm_head"], **SCHEMES[scheme])
     oneshot(model, modifier, tokens(), tmp_path, shuffle_calibration_samples=False)
@@ -475,8 +475,12 @@ def test_batches_beside_each_other_write_what_hooks_write(
             torch.set_num_threads(count)
             output = tmp_path / str(count)
             oneshot(source, recipe, tokens(), output, propagate_error=propagate)
+        torch.set_num_threads(1)
+        monkeypatch.setattr(Passes, "_stages", lambda *_: None)
+        oneshot(source, recipe, tokens(), tmp_path / "hooks", propagate_error=propagate)
     finally:
         torch.set_num_threads(threads)
-    assert taken == [3, 3]  # layers, and none of them with one thread
-    for file in (tmp_path / "1").iterdir():
-        assert lasting(tmp_path / "3" / file.name) == lasting(file)
+    assert taken == [1, 1, 3, 3]  # two layers each: one path, whatever the number of threads
+    for file in (tmp_path / "hooks").iterdir():
+        for count in ("1", "3"):
+            assert lasting(tmp_path / count / file.name) == lasting(file)
