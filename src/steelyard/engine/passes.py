@@ -90,7 +90,7 @@ class Passes:
         for algorithm in self.solver.transforms:
             self._transform(algorithm, part, flow)
         stages = self._stages(part, flow) if flow.take is not None else None
-        if stages is None or not self.solver.needs("staged"):
+        if stages is None or not self.solver.solving_needs("staged"):
             return self._in_passes(part, flow, stages)
         return self._in_stages(part, flow, stages)
 
@@ -149,7 +149,7 @@ class Passes:
                     self._beside(calibration, work, stages, flow)
                 else:
                     looking.enter_context(work.hooked(work.see_now(lambda: self._moment)))
-                    if again is not None and not self.solver.needs("outputs"):
+                    if again is not None and not self.solver.solving_needs("outputs"):
                         looking.enter_context(self._until_seen(part.root, calibration))
                     for turn in range(work.passes):
                         outputs = (run() for run in self._moments(flow.forwards, turn))
@@ -263,8 +263,11 @@ class Passes:
         """
         modules = with_schemes(part.root, part.name)
         outputs = any(_scheme(m).output_activations is not None for m in modules.values())
-        more = [self.solver.needs(each) for each in ("outputs", "attention", "calls", "gradients")]
-        staged = self.solver.needs("staged")
+        more = [
+            self.solver.solving_needs(each)
+            for each in ("outputs", "attention", "calls", "gradients")
+        ]
+        staged = self.solver.solving_needs("staged")
         if outputs or any(more) or not modules or (staged and not self.propagate):
             return None
         if staged and self.solver.passes > 1:
@@ -284,7 +287,7 @@ class Passes:
         Outputs, and the states of attention, are seen only when a module has run.
         """
         inputs = all(base in ("weight", "input") for _, base, _ in calibration.observers())
-        if not inputs or not calibration.modules or self.solver.needs("attention"):
+        if not inputs or not calibration.modules or self.solver.solving_needs("attention"):
             return contextlib.nullcontext()
         return StopAfter(layer, calibration.modules.values())
 

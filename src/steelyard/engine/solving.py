@@ -70,9 +70,22 @@ class Solver:
         """Whether any algorithm needs something: a field of `Needs`."""
         return any(getattr(algorithm.needs, name) for algorithm in self.algorithms)
 
+    def solving_needs(self, name: str) -> bool:
+        """Whether any algorithm needs it while modules are observed and solved."""
+        return any(getattr(algorithm.needs, name) for algorithm in self._solving)
+
+    @property
+    def _solving(self) -> list[Algorithm]:
+        return [
+            algorithm
+            for index, algorithm in enumerate(self.algorithms)
+            if index in self._quantizing or not algorithm.transforms
+        ]
+
     @property
     def passes(self) -> int:
-        return max(algorithm.needs.passes for algorithm in self.algorithms)
+        """How often batches run through a block to be observed."""
+        return max((algorithm.needs.passes for algorithm in self._solving), default=1)
 
     @property
     def transforms(self) -> list[Algorithm]:
@@ -124,13 +137,8 @@ class Solver:
 
     def begin(self, block: Block) -> Work:
         """Start to calibrate and solve a block, before any data."""
-        solving = [
-            algorithm
-            for index, algorithm in enumerate(self.algorithms)
-            if index in self._quantizing or not algorithm.transforms
-        ]
         modules = block.calibration.modules
-        work = Work([(each, block.part(self._claimed(each, modules))) for each in solving])
+        work = Work([(each, block.part(self._claimed(each, modules))) for each in self._solving])
         block.calibration.drop_unweighed()
         return work
 
@@ -168,16 +176,21 @@ class Solver:
         """
         notes, modules = self.result.notes, block.calibration.modules
         mine = [name for name in modules if block.owners[name] == self.ranks.rank]
+        sent = {f"{name}.weight" for name in mine}
         own = {
             name: (of_weight(modules[name], f"{name}.weight" in block.changed), found[name])
             for name in mine
         }
+        plain = {name: block.tensor(name).cpu() for name in sorted(block.changed - sent)}
         more = [algorithm.found(mine) for algorithm in self.algorithms]
         results: dict[str, ModuleResult] = {}
-        for rank, (news, told, others) in enumerate(self.ranks.gather((own, notes[known:], more))):
+        sending = (own, plain, notes[known:], more)
+        for rank, (news, changed, told, others) in enumerate(self.ranks.gather(sending)):
             if rank == self.ranks.rank:
                 continue
             notes += told
+            for name, value in changed.items():
+                block.change(name, value)
             for name, (tensors, result) in news.items():
                 for leaf, value in tensors.items():
                     tensor = value.to(self.device)
