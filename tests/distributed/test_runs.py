@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -19,11 +19,13 @@ from families import small_model, token_batches
 from torch import distributed as dist
 from world import start
 
+from steelyard.algorithms import Algorithm, Block, ModuleResult, Nearest
 from steelyard.checkpoint import CheckpointWriter
 from steelyard.distributed import Ranks, liveness
 from steelyard.engine import stream_jobs
 from steelyard.entry import oneshot
 from steelyard.errors import DataError, RanksError
+from steelyard.modifiers import Modifier, QuantizationModifier
 
 WORLDS = (2, 3, 4)
 HANG = 25  # seconds until a rank stops waiting for the others
@@ -101,7 +103,30 @@ PLAIN = {
     "QuantizationModifier": {"ignore": ["lm_head"], "config_groups": {"all": group("optimal")}}
 }
 
+
+@Modifier.register("NudgeModifier")
+class NudgeModifier(QuantizationModifier):
+    algorithm: ClassVar[str] = "nudging"
+
+
+@Algorithm.register("nudging")
+class Nudging(Nearest):
+    """Halves the norm before each q_proj, on the rank that solves it alone."""
+
+    streams = False
+
+    def solve(self, block: Block, state: Any) -> dict[str, ModuleResult]:
+        for name in block.mine:
+            if name.endswith("q_proj"):
+                norm = f"{block.name}.input_layernorm.weight"
+                block.change(norm, block.tensor(norm) / 2)
+        return super().solve(block, state)
+
+
+NUDGED = {"NudgeModifier": {"ignore": ["lm_head"], "config_groups": {"all": group("optimal")}}}
+
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "a plain tensor changed by one rank": (NUDGED, {"dataset": None}),
     "static": (STATIC, {}),
     "static, error propagated": (STATIC, {"propagate_error": True}),
     "static, model as a whole": (STATIC, {"pipeline": "basic"}),
