@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import Command
+from commands import Command, expected_warning
 from families import assert_same_tensors, read
 
 from steelyard import oneshot
@@ -102,10 +102,8 @@ def test_observer_without_importance_reads_no_data(
 ) -> None:
     options = ("--scheme", "W4A16", "--observer", "memoryless_mse")
     data = ("--data", workplace / "calibration.txt")
-    expected = f"{os.environ['PYTHONWARNINGS']},default:the recipe needs no:UserWarning"
-    answer = process(
-        "quantize", model, "-o", tmp_path / "q", *options, *data, PYTHONWARNINGS=expected
-    )
+    expected = expected_warning("the recipe needs no", UserWarning)
+    answer = process("quantize", model, "-o", tmp_path / "q", *options, *data, **expected)
     assert answer.code == 0
     assert "the recipe needs no calibration data; the dataset is not read" in answer.out
 

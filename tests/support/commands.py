@@ -28,3 +28,9 @@ def environment_with(**more: str) -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("STEELYARD", "_STEELYARD"))}
     path = os.pathsep.join(p for p in (str(ROOT / "src"), kept.get("PYTHONPATH")) if p)
     return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **more}
+
+
+def expected_warning(message: str, category: type[Warning]) -> dict[str, str]:
+    """The environment of a process in which one warning is shown, and all others are errors."""
+    filters = f"{os.environ['PYTHONWARNINGS']},default:{message}:{category.__name__}"
+    return {"PYTHONWARNINGS": filters}
