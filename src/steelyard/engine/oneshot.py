@@ -25,6 +25,7 @@ from steelyard.data.tokenizer import checked_tokenizer
 from steelyard.distributed import Ranks, together
 from steelyard.engine.announce import announce
 from steelyard.engine.calibration_samples import samples_for
+from steelyard.engine.final_config import final_config
 from steelyard.engine.identity import digest_of, identity_of
 from steelyard.engine.output import Output
 from steelyard.engine.planning import plan_run, streams
@@ -135,7 +136,14 @@ def quantize(options: Options, leave: Leave | None = None) -> Result:
             statistics.save(result.notes)
             for algorithm in algorithms:
                 algorithm.save()
-        final = run.solver.final_config(plan.config, source.module_key, source.class_name)
+        final = final_config(
+            plan.config,
+            run.solver.claims,
+            run.solver.weights_only_schemes,
+            source.module_key,
+            source.class_name,
+            result.notes,
+        )
         folder = None
         if ranks.is_first:
             folder = run.output.finish(

@@ -263,12 +263,9 @@ class Passes:
         """
         modules = with_schemes(part.root, part.name)
         outputs = any(_scheme(m).output_activations is not None for m in modules.values())
-        more = [
-            self.solver.solving_needs(each)
-            for each in ("outputs", "attention", "calls", "gradients")
-        ]
+        more = any(map(self.solver.solving_needs, ("outputs", "attention", "calls", "gradients")))
         staged = self.solver.solving_needs("staged")
-        if outputs or any(more) or not modules or (staged and not self.propagate):
+        if outputs or more or not modules or (staged and not self.propagate):
             return None
         if staged and self.solver.passes > 1:
             return None

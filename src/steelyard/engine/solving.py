@@ -5,11 +5,11 @@ Several ranks each solve the weights assigned to them, and send the others what 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+from compressed_tensors.quantization import QuantizationScheme
 from compressed_tensors.utils.match import is_match
 from torch.nn import Module, Parameter
 
@@ -30,6 +30,7 @@ __all__ = ["Solver"]
 class Solver:
     """The algorithms of a run, and the modules that they could not solve.
 
+    claims:       the modifier that quantizes each module, as its place in the recipe
     uncalibrated: what becomes of modules that no token reached, "error" or "weights-only"
     resumable:    whether a run that ends in an error can be resumed
     """
@@ -56,8 +57,8 @@ class Solver:
         self.unseen: list[str] = []
         self.weights_only_schemes: dict[str, QuantizationScheme] = {}
         plan = result.plan
-        self._claims = {planned.name: planned.modifier for planned in plan.quantized}
-        self._claims |= dict.fromkeys(plan.attention, plan.attention_modifier)
+        self.claims = {planned.name: planned.modifier for planned in plan.quantized}
+        self.claims |= dict.fromkeys(plan.attention, plan.attention_modifier)
         self._quantizing = {
             index
             for index, algorithm in enumerate(self.algorithms)
@@ -124,7 +125,7 @@ class Solver:
         """Return the modules that an algorithm solves, or that its targets match."""
         index = self.algorithms.index(algorithm)
         if index in self._quantizing:
-            return [name for name in modules if self._claims.get(name) == index]
+            return [name for name in modules if self.claims.get(name) == index]
         return self._matched(algorithm, modules)
 
     def _matched(self, algorithm: Algorithm, modules: Mapping[str, Module]) -> list[str]:
@@ -254,50 +255,6 @@ class Solver:
             f"{again if kept else ''}"
         )
 
-    def final_config(
-        self,
-        config: QuantizationConfig,
-        stored_name: Callable[[str], str],
-        class_name: Callable[[str], str],
-    ) -> QuantizationConfig:
-        """Return the config that the checkpoint gets; modules of a scheme of their own by name.
-
-        stored_name: what the files call a module
-        class_name:  what the class that will be loaded calls it
-        """
-        groups = {
-            name: _by_both_names(scheme, self._claims, stored_name, class_name)
-            for name, scheme in config.config_groups.items()
-        }
-        by_scheme: dict[str, list[str]] = {}
-        for name, scheme in self.weights_only_schemes.items():
-            by_scheme.setdefault(scheme.model_dump_json(exclude={"targets"}), []).append(name)
-        extra = {}
-        for i, names in enumerate(by_scheme.values()):
-            scheme = self.weights_only_schemes[names[0]]
-            # vLLM starts from the names in the files, transformers from those of its class
-            targets = list(dict.fromkeys([*map(stored_name, names), *map(class_name, names)]))
-            extra[f"weights_only_{i}"] = scheme.model_copy(update={"targets": targets})
-            self.result.notes.append(
-                f"{count(len(names), 'module')} saw no token; only their weights are quantized: "
-                + ", ".join(names)
-            )
-        return config.model_copy(update={"config_groups": {**extra, **groups}})
-
 
 def _of_activations(parameter: str) -> bool:
     return parameter.startswith(("input_", "output_"))
-
-
-def _by_both_names(
-    scheme: QuantizationScheme,
-    modules: Collection[str],
-    stored_name: Callable[[str], str],
-    class_name: Callable[[str], str],
-) -> QuantizationScheme:
-    """Return a scheme whose targets name modules as the files do, and as the class does."""
-    targets: list[str] = []
-    for target in scheme.targets:
-        names = [stored_name(target), class_name(target)] if target in modules else []
-        targets += [name for name in dict.fromkeys([target, *names]) if name not in targets]
-    return scheme if targets == scheme.targets else scheme.model_copy(update={"targets": targets})

@@ -1,0 +1,64 @@
+"""The quantization config of a written checkpoint.
+
+vLLM matches targets with the names in the files, transformers with those of the class that it
+loads; modules that saw no token have a scheme without activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+
+from steelyard.words import count
+
+__all__ = ["final_config"]
+
+
+def final_config(
+    config: QuantizationConfig,
+    modules: Collection[str],
+    weights_only: Mapping[str, QuantizationScheme],
+    stored_name: Callable[[str], str],
+    class_name: Callable[[str], str],
+    notes: list[str],
+) -> QuantizationConfig:
+    """Return the config that the checkpoint gets; modules of a scheme of their own by name.
+
+    config:       of the plan
+    modules:      names of the quantized modules
+    weights_only: schemes of the modules that saw no token
+    stored_name:  what the files call a module
+    class_name:   what the class that will be loaded calls it
+    notes:        gets a line for each scheme of `weights_only`
+    """
+    groups = {
+        name: _by_both_names(scheme, modules, stored_name, class_name)
+        for name, scheme in config.config_groups.items()
+    }
+    by_scheme: dict[str, list[str]] = {}
+    for name, scheme in weights_only.items():
+        by_scheme.setdefault(scheme.model_dump_json(exclude={"targets"}), []).append(name)
+    extra = {}
+    for i, names in enumerate(by_scheme.values()):
+        targets = list(dict.fromkeys([*map(stored_name, names), *map(class_name, names)]))
+        extra[f"weights_only_{i}"] = weights_only[names[0]].model_copy(update={"targets": targets})
+        notes.append(
+            f"{count(len(names), 'module')} saw no token; only their weights are quantized: "
+            + ", ".join(names)
+        )
+    return config.model_copy(update={"config_groups": {**extra, **groups}})
+
+
+def _by_both_names(
+    scheme: QuantizationScheme,
+    modules: Collection[str],
+    stored_name: Callable[[str], str],
+    class_name: Callable[[str], str],
+) -> QuantizationScheme:
+    """Return a scheme whose targets name modules as the files do, and as the class does."""
+    targets: list[str] = []
+    for target in scheme.targets:
+        names = [stored_name(target), class_name(target)] if target in modules else []
+        targets += [name for name in dict.fromkeys([target, *names]) if name not in targets]
+    return scheme if targets == scheme.targets else scheme.model_copy(update={"targets": targets})
