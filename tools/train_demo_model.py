@@ -1,16 +1,19 @@
-"""Train the small language model that ships with the package, from nothing, on a CPU.
+"""Train the small language models of the package and of its tests, from nothing, on a CPU.
 
 The text is Python's standard library as it is installed (see `steelyard.demo.texts` for the files
 and for the split into training and held-out ones). A byte-level BPE is trained on it, then a Llama
-of 2.6 million parameters in fp32 with AdamW, warm-up and a cosine. Every size that is quantized
-is a multiple of 128, so that groups of 128 and FP8 blocks fit.
+of 2.6 million parameters in fp32 with AdamW, warm-up and a cosine. With `--experts` it is a
+mixture of experts, a Qwen3-MoE with two active experts per token, trained with the usual loss
+that balances its router. Every size that is quantized is a multiple of 128, so that groups of 128
+and FP8 blocks fit.
 
     python tools/train_demo_model.py
     torchrun --nproc-per-node 2 tools/train_demo_model.py          # the shipped one; half an hour
+    python tools/train_demo_model.py --experts 8                   # the one in tests/support
     python tools/train_demo_model.py --steps 50 --work try --output try --report try/report.json
 
-The state is saved every few minutes; the same command takes up again where it was cut off. Batches
-depend on the seed and the step alone, so a run that was cut off sees what an unbroken one sees.
+The state is saved every few minutes; the same command resumes where it was cut off. Batches depend
+on the seed and the step alone, so a run that was cut off sees what an unbroken one sees.
 The same seed, Python, torch and number of processes give the same model; processes share a batch
 between them and differ from a single one in the order of sums alone.
 
@@ -32,7 +35,16 @@ import torch.distributed as dist
 from bigram import Bigram
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn.functional import cross_entropy
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 from transformers.utils import logging
 
 from steelyard.demo.texts import Part, library_files
@@ -40,6 +52,7 @@ from steelyard.demo.texts import Part, library_files
 ROOT = Path(__file__).parents[1]
 END_OF_TEXT = "<|endoftext|>"  # id 0: between files, and the end of what the model writes
 LENGTH = 512  # tokens in a window; the model has not seen longer ones
+BALANCE = 0.01  # weight of the loss that gives experts equal shares of the tokens
 
 
 def options() -> argparse.Namespace:
@@ -47,9 +60,10 @@ def options() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--output", type=Path, default=ROOT / "src/steelyard/demo/model", help="model folder")
-    add("--work", type=Path, default=ROOT / "build/demo-model", help="tokenizer and state")
-    add("--report", type=Path, default=ROOT / "benchmarks/results/demo-model.json")
+    add("--experts", type=int, default=0, help="experts in a layer; 0 trains a dense model")
+    add("--output", type=Path, help="model folder; by default that of the package or of its tests")
+    add("--work", type=Path, help="tokenizer and state; by default a folder in build")
+    add("--report", type=Path, help="by default a file in benchmarks/results")
     add("--seed", type=int, default=0)
     add("--vocab", type=int, default=2048)
     add("--layers", type=int, default=3)
@@ -59,7 +73,13 @@ def options() -> argparse.Namespace:
     add("--warmup", type=int, default=200, help="steps")
     add("--save-every", type=int, default=250, help="steps")
     add("--threads", type=int, default=1, help="of each process")
-    return parser.parse_args()
+    opt = parser.parse_args()
+    name = "expert-model" if opt.experts else "demo-model"
+    folder = "tests/support/expert_model" if opt.experts else "src/steelyard/demo/model"
+    opt.output = opt.output or ROOT / folder
+    opt.work = opt.work or ROOT / "build" / name
+    opt.report = opt.report or ROOT / f"benchmarks/results/{name}.json"
+    return opt
 
 
 def rank_and_world() -> tuple[int, int]:
@@ -91,22 +111,25 @@ def tokens_of(texts: list[str], tokenizer: Tokenizer) -> torch.Tensor:
     return torch.tensor([id for text in encoded for id in (*text.ids, end)])
 
 
-def new_model(vocab_size: int, layers: int, seed: int) -> LlamaForCausalLM:
+def new_model(vocab_size: int, layers: int, seed: int, experts: int) -> PreTrainedModel:
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=256,
-        intermediate_size=640,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=LENGTH,
-        tie_word_embeddings=True,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    return LlamaForCausalLM(config)
+    sizes = {
+        "vocab_size": vocab_size,
+        "hidden_size": 256,
+        "intermediate_size": 640,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": LENGTH,
+        "tie_word_embeddings": True,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+    if not experts:
+        return LlamaForCausalLM(LlamaConfig(**sizes))
+    routing = {"num_experts": experts, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **routing, moe_intermediate_size=128))
 
 
 def batch_at(step: int, tokens: torch.Tensor, batch: int, seed: int) -> torch.Tensor:
@@ -127,19 +150,31 @@ def rate_at(step: int, highest: float, warmup: int, steps: int) -> float:
     return highest * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
 
 
-def loss_of(model: LlamaForCausalLM, windows: torch.Tensor) -> torch.Tensor:
+def loss_of(model: PreTrainedModel, windows: torch.Tensor) -> torch.Tensor:
     logits = model(input_ids=windows[:, :-1], use_cache=False).logits
     return cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
 
 
-def new_optimizer(model: LlamaForCausalLM) -> torch.optim.AdamW:
+def losses_of(model: PreTrainedModel, windows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the loss of the text, and the loss to train on: with experts, it balances them."""
+    config = model.config
+    if not isinstance(config, Qwen3MoeConfig):
+        loss = loss_of(model, windows)
+        return loss, loss
+    found = model(input_ids=windows[:, :-1], use_cache=False, output_router_logits=True)
+    loss = cross_entropy(found.logits.flatten(0, 1), windows[:, 1:].flatten())
+    routing = (found.router_logits, config.num_experts, config.num_experts_per_tok)
+    return loss, loss + BALANCE * load_balancing_loss_func(*routing)
+
+
+def new_optimizer(model: PreTrainedModel) -> torch.optim.AdamW:
     matrices = [p for p in model.parameters() if p.dim() > 1]
     norms = [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, betas=(0.9, 0.98), fused=True)
 
 
-def average_gradients(model: LlamaForCausalLM, world: int) -> None:
+def average_gradients(model: PreTrainedModel, world: int) -> None:
     gradients = [p.grad for p in model.parameters()]
     together = torch.cat([g.flatten() for g in gradients])
     dist.all_reduce(together)
@@ -149,7 +184,7 @@ def average_gradients(model: LlamaForCausalLM, world: int) -> None:
         gradient.copy_(mean.view_as(gradient))
 
 
-def train(model: LlamaForCausalLM, tokens: torch.Tensor, opt: argparse.Namespace) -> None:
+def train(model: PreTrainedModel, tokens: torch.Tensor, opt: argparse.Namespace) -> None:
     rank, world = rank_and_world()
     if opt.batch % world:
         raise SystemExit(f"--batch {opt.batch} does not divide among {world} processes")
@@ -165,14 +200,15 @@ def train(model: LlamaForCausalLM, tokens: torch.Tensor, opt: argparse.Namespace
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         first = state["step"]
-        print(f"going on at step {first}", flush=True)
+        print(f"resuming at step {first}", flush=True)
     model.train()
     began, mean = time.monotonic(), 0.0
     for step in range(first, opt.steps):
         for group in optimizer.param_groups:
             group["lr"] = rate_at(step, opt.rate, opt.warmup, opt.steps)
-        loss = loss_of(model, batch_at(step, tokens, opt.batch, opt.seed)[rank::world])
-        loss.backward()
+        windows = batch_at(step, tokens, opt.batch, opt.seed)[rank::world]
+        loss, trained = losses_of(model, windows)
+        trained.backward()
         if world > 1:
             average_gradients(model, world)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -197,7 +233,7 @@ def train(model: LlamaForCausalLM, tokens: torch.Tensor, opt: argparse.Namespace
             saved.with_suffix(".new").replace(saved)
 
 
-def write(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
+def write(model: PreTrainedModel, tokenizer: Tokenizer, folder: Path) -> None:
     """Write a Hugging Face folder with the weights in bf16."""
     folder.mkdir(parents=True, exist_ok=True)
     model.generation_config = GenerationConfig(bos_token_id=0, eos_token_id=0, pad_token_id=0)
@@ -218,7 +254,7 @@ def write(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
 @torch.no_grad()
 def measure(folder: Path, train_tokens: torch.Tensor, held_out: torch.Tensor) -> dict[str, float]:
     """Perplexities of the written model and of a bigram model, on the same held-out tokens."""
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     windows = held_out[: len(held_out) // LENGTH * LENGTH].reshape(-1, LENGTH)
     loss = sum(float(loss_of(model, part)) * len(part) for part in windows.split(16)) / len(windows)
@@ -256,7 +292,7 @@ def main() -> None:
     tokenizer = Tokenizer.from_file(str(kept))
     tokens = tokens_of(texts, tokenizer)
     held_out = tokens_of(texts_of("held_out"), tokenizer)
-    model = new_model(opt.vocab, opt.layers, opt.seed)
+    model = new_model(opt.vocab, opt.layers, opt.seed, opt.experts)
     print(
         f"process {rank} of {world}: {len(texts)} files, "
         f"{len(tokens):,} tokens to train on, {len(held_out):,} held out; "

@@ -313,6 +313,6 @@ def token_batches(seed: int = 0) -> list[torch.Tensor]:
 
 def assert_same_tensors(first: Path, second: Path) -> None:
     left, right = read(first), read(second)
-    assert left.keys() == right.keys()
+    assert left.keys() == right.keys(), sorted(left.keys() ^ right.keys())[:6]
     for name, tensor in left.items():
         assert torch.equal(tensor.view(torch.uint8), right[name].view(torch.uint8)), name

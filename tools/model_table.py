@@ -1,0 +1,187 @@
+"""The table in docs/models.md: what each family of models does in each scheme, as tried.
+
+    python tools/model_table.py                prints the row of every family
+    python tools/model_table.py llama bert     prints theirs
+
+A cell is a run on a small random model (`tests/support/model_matrix.py`), quantized and loaded by
+transformers again:
+
+    loads     every tensor that is not quantized has the source's value, and every quantized one a
+              value within its rounding, under the class's own names; logits are near the source's
+    written   written, but transformers does not load it; the plan warned of that
+    refused   refused in the plan, before any work
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tempfile
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import CompressedTensorsConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests/support"))
+
+from model_matrix import MATRIX, Sample, matrix_model, matrix_samples  # noqa: E402
+
+from steelyard import oneshot  # noqa: E402
+from steelyard.errors import SteelyardError  # noqa: E402
+from steelyard.modifiers import GPTQModifier, QuantizationModifier  # noqa: E402
+
+__all__ = ["Row", "page_rows", "try_family"]
+
+PAGE = ROOT / "docs" / "models.md"
+GROUP = 32  # columns: every width of the matrix divides
+SCHEMES = ("W4A16", "FP8 static", "GPTQ W4A16", "NVFP4A16")
+TOLERANCE = {"W4A16": 0.2, "FP8 static": 0.1, "GPTQ W4A16": 0.3, "NVFP4A16": 0.2}
+LOGITS = 0.5  # relative error: rounding stays below it, a weight that was not loaded is above
+
+
+@dataclass
+class Row:
+    """What came out for one family.
+
+    share:   of the parameters, quantized by W4A16
+    cells:   by scheme
+    reasons: by scheme: why it was refused, or what the plan warned of
+    """
+
+    family: str
+    share: float = 0.0
+    cells: dict[str, str] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        cells = " | ".join(self.cells[scheme] for scheme in SCHEMES)
+        return f"| {self.family} | {MATRIX[self.family].kind} | {self.share:.0%} | {cells} |"
+
+
+def recipe(scheme: str) -> QuantizationModifier:
+    if scheme == "GPTQ W4A16":
+        return GPTQModifier(targets="Linear", scheme="W4A16", group_size=GROUP, ignore=["lm_head"])
+    name = "FP8" if scheme == "FP8 static" else scheme
+    sizes = {"group_size": GROUP} if scheme == "W4A16" else {}
+    return QuantizationModifier(targets="Linear", scheme=name, ignore=["lm_head"], **sizes)
+
+
+def try_family(family: str, folder: Path) -> Row:
+    """Run a family in every scheme; raise where a checkpoint is wrong without a word."""
+    model, samples = matrix_model(family), matrix_samples(family)
+    source = folder / "source"
+    model.save_pretrained(source)
+    row = Row(family)
+    for scheme in SCHEMES:
+        data = None if scheme in ("W4A16", "NVFP4A16") else samples
+        target = folder / scheme.replace(" ", "-")
+        try:
+            result = oneshot(source, recipe(scheme), dataset=data, output_dir=target)
+        except SteelyardError as error:
+            row.cells[scheme], row.reasons[scheme] = "refused", str(error)
+            continue
+        warned = [text for text in result.warnings if "transformers" in text]
+        if warned:
+            row.cells[scheme], row.reasons[scheme] = "written", warned[0]
+        else:
+            compare(source, target, family, scheme, samples)
+            row.cells[scheme] = "loads"
+        if scheme == "W4A16":
+            row.share = quantized_share(target, model)
+            from_module(family, source, target, folder / "from-module", samples)
+    return row
+
+
+def load(family: str, folder: Path) -> Any:
+    """Load with transformers; raise if it lacks a tensor or finds one too many."""
+    kind = getattr(transformers, MATRIX[family].name)
+    options = {"dtype": torch.bfloat16, "output_loading_info": True}
+    if "quantization_config" in json.loads((folder / "config.json").read_text("utf-8")):
+        options["quantization_config"] = CompressedTensorsConfig(run_compressed=False)
+    model, info = kind.from_pretrained(folder, **options)
+    for key in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if info.get(key):
+            raise AssertionError(f"{folder.name}: {key} {sorted(info[key])[:4]}")
+    return model.eval()
+
+
+def compare(source: Path, target: Path, family: str, scheme: str, samples: list[Sample]) -> None:
+    """Hold a written checkpoint, as transformers loads it, against the source."""
+    plain, loaded = load(family, source), load(family, target)
+    before = logits(plain, samples[0])
+    found = dict(loaded.named_parameters())
+    quantized = 0
+    for name, value in plain.named_parameters():
+        if name not in found:
+            raise AssertionError(f"{family}, {scheme}: the loaded model has no {name}")
+        other = found[name].float()
+        off = float((other - value.float()).norm() / value.float().norm().clamp_min(1e-9))
+        if off > TOLERANCE[scheme]:
+            raise AssertionError(f"{family}, {scheme}: {name} is off by {off:.2f}")
+        quantized += off > 0
+    if not quantized:
+        raise AssertionError(f"{family}, {scheme}: no weight was quantized")
+    off = float((logits(loaded, samples[0]) - before).norm() / before.norm())
+    if not off < LOGITS:
+        raise AssertionError(f"{family}, {scheme}: logits are off by {off:.2f}")
+
+
+@torch.no_grad()
+def logits(model: Any, sample: Sample) -> torch.Tensor:
+    given = {k: v.bfloat16() if v.is_floating_point() else v for k, v in sample.items()}
+    return model(**given).logits.float()
+
+
+def from_module(
+    family: str, source: Path, expected: Path, target: Path, samples: list[Sample]
+) -> None:
+    """Quantize the loaded module: the bytes must be the folder's, and so the logits."""
+    from families import assert_same_tensors
+
+    model = load(family, source)
+    oneshot(model, recipe("W4A16"), output_dir=target)
+    assert_same_tensors(expected, target)
+
+
+def quantized_share(folder: Path, model: Any) -> float:
+    """Return the share of the model's parameters that are stored as codes."""
+    from families import read
+
+    tensors = read(folder)
+    shapes = [value for name, value in tensors.items() if name.endswith("weight_shape")]
+    codes = sum(int(shape.prod()) for shape in shapes)
+    return codes / sum(parameter.numel() for parameter in model.parameters())
+
+
+def page_rows(text: str) -> dict[str, str]:
+    """Return the rows of the table in the page, by family."""
+    found = re.findall(r"^\| ([a-z0-9_]+) \|.*$", text, re.MULTILINE)
+    lines = [line for line in text.splitlines() if re.match(r"\| [a-z0-9_]+ \|", line)]
+    return dict(zip(found, lines, strict=True))
+
+
+def main(families: list[str]) -> None:
+    warnings.simplefilter("ignore")
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    rows = []
+    for family in families or MATRIX:
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                row = try_family(family, Path(folder))
+            except Exception as error:
+                print(f"{family}: {type(error).__name__}: {error}"[:600], flush=True)
+                continue
+        rows.append(row)
+        reasons = (f"    {scheme}: {reason}"[:400] for scheme, reason in row.reasons.items())
+        print(row, *reasons, sep="\n", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
