@@ -140,11 +140,25 @@ def tensors(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     return found
 
 
-def compiled(revision: str) -> Path:
-    """Return the compiled kernels of the working tree, which both versions use."""
+def unpacked(revision: str, folder: Path) -> Path:
+    """Return the package of a commit, with its kernels: built, if they are not those of today."""
+    archive = ["git", "archive", revision]
+    folder.mkdir()
+    listed = subprocess.run(archive, cwd=ROOT, check=True, capture_output=True).stdout
+    subprocess.run(["tar", "-x", "-C", str(folder)], input=listed, check=True)
     native = ("src/steelyard/kernels/native", "CMakeLists.txt")
-    if subprocess.run(["git", "diff", "--quiet", revision, "--", *native], cwd=ROOT).returncode:
-        raise SystemExit(f"{revision} has other kernels: install that commit and compare by hand")
+    same = subprocess.run(["git", "diff", "--quiet", revision, "--", *native], cwd=ROOT)
+    if same.returncode == 0:
+        shutil.copy(kernels(), folder / "src" / "steelyard" / "kernels")
+        return folder / "src"
+    built = folder / "built"
+    install = ["install", "-q", "--no-deps", "--target", str(built), str(folder)]
+    subprocess.run([sys.executable, "-m", "pip", *install], check=True)
+    return built
+
+
+def kernels() -> Path:
+    """Return the compiled kernels of the working tree."""
     places = (ROOT / "src", Path(sysconfig.get_paths()["platlib"]) / "steelyard")
     found = [path for place in places for path in place.rglob("_native*.so")]
     if not found:
@@ -158,20 +172,12 @@ def main() -> int:
     parser.add_argument("--only", default="", help="cases whose name holds this")
     given = parser.parse_args()
     chosen = {name: recipe for name, recipe in CASES.items() if given.only in name}
-    kernels = compiled(given.revision)
     different = 0
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        trees = {"before": folder / "tree-before", "now": folder / "tree-now"}
-        archive = subprocess.run(
-            ["git", "archive", given.revision, "src"], cwd=ROOT, check=True, capture_output=True
-        )
-        trees["before"].mkdir()
-        unpack = ["tar", "-x", "-C", str(trees["before"])]
-        subprocess.run(unpack, input=archive.stdout, check=True)
-        shutil.copytree(ROOT / "src", trees["now"] / "src")
-        for tree in trees.values():
-            shutil.copy(kernels, tree / "src" / "steelyard" / "kernels")
+        now = shutil.copytree(ROOT / "src", folder / "tree-now")
+        shutil.copy(kernels(), now / "steelyard" / "kernels")
+        trees = {"before": unpacked(given.revision, folder / "tree-before"), "now": now}
         for ranks, threads in WORLDS:
             for when, tree in trees.items():
                 outputs = folder / f"{when}-{ranks}-{threads}"
@@ -180,18 +186,16 @@ def main() -> int:
                 ]
                 cases = folder / "cases.json"
                 cases.write_text(json.dumps(listed), "utf-8")
-                run(tree / "src", ranks, threads, cases)
+                run(tree, ranks, threads, cases)
             for i, name in enumerate(chosen):
-                before, now = (
+                old, new = (
                     tensors(folder / f"{when}-{ranks}-{threads}" / str(i)) for when in trees
                 )
-                changed = sorted(
-                    key for key in {**before, **now} if before.get(key) != now.get(key)
-                )
+                changed = sorted(key for key in {**old, **new} if old.get(key) != new.get(key))
                 different += bool(changed)
                 verdict = f"{len(changed)} differ, such as {changed[0]}" if changed else "same"
                 print(
-                    f"{name}; ranks {ranks}, threads {threads}: {len(now)} tensors, {verdict}",
+                    f"{name}; ranks {ranks}, threads {threads}: {len(new)} tensors, {verdict}",
                     flush=True,
                 )
     return 1 if different else 0
