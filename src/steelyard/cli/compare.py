@@ -66,6 +66,7 @@ def compare(
             show_default=False,
         ),
     ] = None,
+    plugins: options.Plugins = None,
     json: options.Json = False,
 ) -> None:
     """Compare observers and schemes on the weights of a model.

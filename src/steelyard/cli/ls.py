@@ -41,6 +41,7 @@ def ls(
             show_default=False,
         ),
     ] = None,
+    plugins: options.Plugins = None,
     json: options.Json = False,
 ) -> None:
     """List observers, schemes and strategies.

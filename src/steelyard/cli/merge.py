@@ -21,6 +21,7 @@ def merge(
         typer.Argument(metavar="FILE", help="Files that `steelyard observe` saved, in order."),
     ],
     output: options.OutputFile,
+    plugins: options.Plugins = None,
     json: options.Json = False,
 ) -> None:
     """Merge the statistics of several runs into one file.

@@ -44,6 +44,7 @@ def validate(
         bool,
         typer.Option("--full", help="With --source: decode all rows of all weights, not a sample."),
     ] = False,
+    plugins: options.Plugins = None,
     json: options.Json = False,
 ) -> None:
     """Check that a checkpoint matches its config.
