@@ -2,7 +2,7 @@
 
     python benchmarks/gptq_solve.py [--json FILE]
 
-Both get the same bf16 weight, second moment and scales, and round the columns with the largest
+Both get the same bf16 weight, Hessian and scales, and round the columns with the largest
 inputs first. What they find is held against each other too: the error of the outputs.
 """
 
@@ -27,7 +27,7 @@ SIZES = [
 
 
 def problem(rows: int, columns: int, group: int):
-    """A weight, a second moment of correlated inputs, and min-max scales."""
+    """A weight, the Hessian of correlated inputs, and min-max scales."""
     torch.manual_seed(rows + columns)
     weight = (torch.randn(rows, columns) * 0.02).to(torch.bfloat16)
     inputs = torch.randn(2 * columns, 64) @ torch.randn(64, columns)
@@ -36,27 +36,27 @@ def problem(rows: int, columns: int, group: int):
     return weight, inputs.t() @ inputs, scale.to(torch.bfloat16)
 
 
-def loss(weight: torch.Tensor, rounded: torch.Tensor, moment: torch.Tensor) -> float:
+def loss(weight: torch.Tensor, rounded: torch.Tensor, hessian: torch.Tensor) -> float:
     off = weight.double() - rounded.double()
-    return float(((off @ moment.double()) * off).sum())
+    return float(((off @ hessian.double()) * off).sum())
 
 
 def measure(rows: int, columns: int, group: int, runs: int) -> dict:
-    weight, moment, scale = problem(rows, columns, group)
+    weight, hessian, scale = problem(rows, columns, group)
     args = QuantizationArgs(num_bits=4, strategy="group", group_size=group, actorder="static")
     zero = torch.zeros_like(scale, dtype=torch.int8)
 
     def peer() -> torch.Tensor:
-        given = weight.float()[None].clone(), moment[None].clone(), scale[None].clone()
+        given = weight.float()[None].clone(), hessian[None].clone(), scale[None].clone()
         return quantize_weight(*given, zero[None], None, args)[0][0]
 
     def ours() -> torch.Tensor:
-        return solve(weight, moment, scale, None, args, order=activation_order(moment)).weight
+        return solve(weight, hessian, scale, None, args, order=activation_order(hessian)).weight
 
     found: dict = {"rows": rows, "columns": columns, "group": group}
     for side, work in (("peer", peer), ("ours", ours)):
         found[side] = {"wall": float("inf"), "cpu": float("inf")}
-        found[side]["loss"] = loss(weight, work(), moment)
+        found[side]["loss"] = loss(weight, work(), hessian)
     for _ in range(runs):
         for side, work in (("peer", peer), ("ours", ours)):
             started = time.perf_counter(), time.process_time()

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from families import assert_same_tensors, read, small_model, token_batches
+from module_calls import calls_of
 from pages import own_registrations
 from torch.testing import assert_close
 
@@ -75,19 +76,7 @@ def run(source: Path, *modifiers: Modifier, out: str = "q", **options: Any) -> P
 
 
 def plain(source: Path, name: str) -> list[tuple[Any, Any, Any]]:
-    """Return arguments, keyword arguments and output of a module, for each batch."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    found: list[tuple[Any, Any, Any]] = []
-    module = model.get_submodule(name)
-    module.register_forward_hook(
-        lambda _m, args, kwargs, out: found.append((args, kwargs, out)), with_kwargs=True
-    )
-    with torch.no_grad():
-        for sample in samples():
-            model(input_ids=sample, use_cache=False)
-    return found
+    return calls_of(source, name, samples())
 
 
 @pytest.mark.parametrize("place", ["input", "output"])

@@ -55,7 +55,7 @@ class Needs:
     originals: bool = False
     """`block.originals` holds the hidden states of the unquantized model for each batch."""
     gradients: bool = False
-    """`transform` and `solve` may run `block.forward(i)` with gradients enabled."""
+    """`transform` and `solve` run with gradients enabled, and `solve` may call `block.forward`."""
     activations: bool = False
     """The schemes have static scales for activations, which observers find."""
     importance: bool = False

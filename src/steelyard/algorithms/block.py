@@ -28,6 +28,7 @@ class Block:
     modules:   by name: those that the modifier claims, or its targets match
     mine:      names of modules that this rank solves; those that share a scale have one rank
     originals: for each batch the hidden states of the unquantized model: into the block, out of it
+    runs:      whether `forward` may be called
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Block:
         device: torch.device | None = None,
         notes: list[str] | None = None,
         changed: set[str] | None = None,
+        runs: bool = True,
     ) -> None:
         self.name = name
         self.root = root
@@ -58,6 +60,7 @@ class Block:
         self.originals = originals
         self.notes: list[str] = [] if notes is None else notes
         self.changed: set[str] = set() if changed is None else changed
+        self.runs = runs
         self._calibration = calibration
         self._forwards = forwards
 
@@ -124,16 +127,18 @@ class Block:
 
     def forward(self, batch: int) -> torch.Tensor:
         """Run one of this rank's batches through the block as it is now; return what comes out."""
+        if not self.runs:
+            raise PipelineError(
+                f"{self.name or 'the model'} runs no batches while modules are solved, unless the "
+                "algorithm states Needs(gradients=True)"
+            )
         return self._forwards[batch]()
 
     # -- parts --------------------------------------------------------------------------------
 
-    def part(self, names: Collection[str]) -> Block:
+    def part(self, names: Collection[str], runs: bool = True) -> Block:
         """Return the same block, with other modules to work on."""
         modules = {name: self.within[name] for name in names}
-        return self._like(modules)
-
-    def _like(self, modules: Mapping[str, Module]) -> Block:
         fields: dict[str, Any] = {
             "within": self.within,
             "calibration": self._calibration,
@@ -145,6 +150,7 @@ class Block:
             "device": self.device,
             "notes": self.notes,
             "changed": self.changed,
+            "runs": runs,
         }
         return Block(self.name, self.root, modules, **fields)
 

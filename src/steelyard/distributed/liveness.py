@@ -52,7 +52,7 @@ class Liveness:
 
     def start(self) -> None:
         """Send heartbeats from now on; the first before this returns."""
-        self._thread = threading.Thread(target=self._live, name="signs of life", daemon=True)
+        self._thread = threading.Thread(target=self._live, name="heartbeats", daemon=True)
         self._thread.start()
         with contextlib.suppress(StoreSilent):
             self._ask(self._sign)

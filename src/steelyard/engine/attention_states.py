@@ -13,16 +13,18 @@ from typing import Any
 
 from torch.nn import Module
 
+from steelyard.algorithms import Block
 from steelyard.errors import PipelineError
+from steelyard.model.attention import cached_attention
 
-__all__ = ["noting_states"]
+__all__ = ["attention_modules", "noting_states"]
 
 _NAME = "steelyard_noting_states"
 
 
 @contextlib.contextmanager
 def noting_states(
-    modules: Mapping[str, Module], note: Callable[[str, str, Any], None]
+    modules: Mapping[str, Any], note: Callable[[str, str, Any], None]
 ) -> Iterator[None]:
     """Call `note(place, name, states)` whenever the attention function of a module is called.
 
@@ -32,14 +34,14 @@ def noting_states(
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     names = {module: name for name, module in modules.items()}
-    configs = {id(config): config for config in map(_config_of, modules.items())}
+    configs = {id(config): config for config in (module.config for module in modules.values())}
     before = {key: config._attn_implementation for key, config in configs.items()}
 
-    def attention(module: Module, query: Any, key: Any, value: Any, *args: Any, **more: Any) -> Any:
+    def attention(module: Any, query: Any, key: Any, value: Any, *args: Any, **more: Any) -> Any:
         if module in names:
             for place, states in (("query", query), ("key", key), ("value", value)):
                 note(place, names[module], states)
-        name = before[id(_config_of((names.get(module, ""), module)))]
+        name = before[id(module.config)]
         own: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         function = ALL_ATTENTION_FUNCTIONS.get_interface(name, own)
         return function(module, query, key, value, *args, **more)
@@ -54,12 +56,14 @@ def noting_states(
             config._attn_implementation_internal = before[key]
 
 
-def _config_of(item: tuple[str, Module]) -> Any:
-    name, module = item
-    config = getattr(module, "config", None)
-    if not hasattr(config, "_attn_implementation_internal"):
+def attention_modules(block: Block) -> dict[str, Module]:
+    """Return those of a block's modules that have attention states; refuse to match none."""
+    known = set(cached_attention(block.root).values())
+    of_block = [name for name, module in block.within.items() if module in known]
+    found = {name: module for name, module in block.modules.items() if name in of_block}
+    if of_block and block.modules and not found:
         raise PipelineError(
-            f"{name} is no attention module of transformers ({type(module).__name__}), so it has "
-            "no attention states: let the targets match attention modules alone"
+            f"{block.name} has attention states, but {next(iter(block.modules))} has none: let the "
+            f"targets match attention modules such as {of_block[0]}"
         )
-    return config
+    return found

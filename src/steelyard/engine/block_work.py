@@ -12,7 +12,7 @@ import torch
 from torch.nn import Module
 
 from steelyard.algorithms import Algorithm, Block, ModuleResult, Seen
-from steelyard.engine.attention_states import noting_states
+from steelyard.engine.attention_states import attention_modules, noting_states
 
 __all__ = ["Moment", "Work"]
 
@@ -87,9 +87,10 @@ class Work:
                 for name, module in part.block.modules.items():
                     for handle in _hooks(part.algorithm, module, number, name, note):
                         hooks.callback(handle.remove)
-                if part.algorithm.needs.attention and part.block.modules:
+                if part.algorithm.needs.attention:
                     states = functools.partial(note, number)
-                    hooks.enter_context(noting_states(part.block.modules, states))
+                    attention = attention_modules(part.block)
+                    hooks.enter_context(noting_states(attention, states))
             yield
 
     def see_now(self, moment: Callable[[], Moment]) -> Callable[[int, str, str, Any], None]:
@@ -114,14 +115,16 @@ class Work:
             if part.algorithm.transforms != self.transforming:
                 continue
             before = part.block.digests() if self.transforming else {}
-            part.algorithm.transform(part.block, part.state)
+            with torch.set_grad_enabled(part.algorithm.needs.gradients):
+                part.algorithm.transform(part.block, part.state)
             after = part.block.digests() if self.transforming else {}
             part.block.changed.update(n for n, digest in after.items() if before[n] != digest)
 
     def solve(self) -> dict[str, ModuleResult]:
         found: dict[str, ModuleResult] = {}
         for part in self.parts:
-            found.update(part.algorithm.solve(part.block, part.state))
+            with torch.set_grad_enabled(part.algorithm.needs.gradients):
+                found.update(part.algorithm.solve(part.block, part.state))
         return found
 
 

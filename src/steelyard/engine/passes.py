@@ -129,8 +129,7 @@ class Passes:
             for turn in range(work.passes if algorithm.needs.sees else 0):
                 observe(work, flow.forwards, self.places, turn, self.pool, self.solver.ranks)
         work.join()
-        with torch.set_grad_enabled(algorithm.needs.gradients):
-            work.transform()
+        work.transform()
 
     # -- in passes ----------------------------------------------------------------------------
 
@@ -141,6 +140,7 @@ class Passes:
         again = flow if self.propagate and flow.take is not None else None
         every = [each for stage in stages for each in stage] if stages else None
         solved: set[str] = set()
+        held: list[torch.Tensor] = []
         with Calibration(part.root, part.name, part.without, every) as calibration:
             block = self._block(part, calibration, flow, solved)
             work = self.solver.begin(block)
@@ -155,9 +155,13 @@ class Passes:
                         outputs = (run() for run in self._moments(flow.forwards, turn))
                         if flow.take is None or self.propagate or turn < work.passes - 1:
                             collections.deque(outputs, maxlen=0)
+                        elif self.solver.solving_needs("gradients"):
+                            held.extend(outputs)  # `solve` still runs the inputs
                         else:
                             flow.take(outputs)
             found = self.solver.solve(block, work)
+        if held and flow.take is not None:
+            flow.take(held)
         part.changed.update(name for name in solved if not _is_solved(name, calibration))
         if again is not None and again.take is not None:
             pool = self.pool if stages is not None else ThreadPool()  # of one
@@ -261,8 +265,9 @@ class Passes:
         observed, where the data may say which modules are called, where the server fuses modules of
         different inputs, and where a staged algorithm runs without propagated error.
         """
-        modules = with_schemes(part.root, part.name)
-        outputs = any(_scheme(m).output_activations is not None for m in modules.values())
+        modules: dict[str, Any] = dict(with_schemes(part.root, part.name))
+        schemes = [module.quantization_scheme for module in modules.values()]
+        outputs = any(scheme.output_activations is not None for scheme in schemes)
         more = any(map(self.solver.solving_needs, ("outputs", "attention", "calls", "gradients")))
         staged = self.solver.solving_needs("staged")
         if outputs or more or not modules or (staged and not self.propagate):
@@ -293,7 +298,3 @@ def _is_solved(name: str, calibration: Calibration) -> bool:
     """Whether a changed tensor is the weight of a quantized module, which is stored as codes."""
     module, _, leaf = name.rpartition(".")
     return leaf == "weight" and module in calibration.modules
-
-
-def _scheme(module: Any) -> Any:
-    return module.quantization_scheme

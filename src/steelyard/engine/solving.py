@@ -139,7 +139,12 @@ class Solver:
     def begin(self, block: Block) -> Work:
         """Start to calibrate and solve a block, before any data."""
         modules = block.calibration.modules
-        work = Work([(each, block.part(self._claimed(each, modules))) for each in self._solving])
+        work = Work(
+            [
+                (each, block.part(self._claimed(each, modules), runs=each.needs.gradients))
+                for each in self._solving
+            ]
+        )
         block.calibration.drop_unweighed()
         return work
 
@@ -218,8 +223,8 @@ class Solver:
                 update={"input_activations": None, "output_activations": None}
             )
             # with a folder it is kept, so that a run which ends in an error can be resumed
-            goes_on = self.uncalibrated == "weights-only" or self.resumable
-            if goes_on and scheme.weights is not None:
+            continues = self.uncalibrated == "weights-only" or self.resumable
+            if continues and scheme.weights is not None:
                 module.quantization_scheme = scheme
                 self.weights_only_schemes[name] = scheme
                 for parameter in [p for p in module._parameters if _of_activations(p)]:

@@ -212,7 +212,7 @@ class Staged(Generic[T]):
     def _calls(self, indices: Iterable[int]) -> Iterator[tuple[int, Callable[[], _Pass]]]:
         """Run batches up to the stage, or their end, each on the thread that it began on."""
 
-        def go_on(index: int) -> _Pass:
+        def resume(index: int) -> _Pass:
             one, size = self._held.get(index) or (_Pass(self.forwards[index]), 0)
             self._held[index] = (one, size)
             try:
@@ -222,7 +222,7 @@ class Staged(Generic[T]):
                     del self._held[index]
             return one
 
-        return ((index, functools.partial(go_on, index)) for index in indices)
+        return ((index, functools.partial(resume, index)) for index in indices)
 
     def _drop(self, indices: Iterable[int]) -> None:
         self.pool.do([(index, self._held.pop(index)[0].throw) for index in indices])

@@ -101,7 +101,7 @@ struct Errors {
           weights(weight_view(problem.values, problem.weights, problem.weight_stride)),
           threads(threads_) {}
 
-    static constexpr int64_t LOOK_EVERY = 64;  // most codes are hopeless: find out soon
+    static constexpr int64_t LOOK_EVERY = 64;  // most codes cannot win: find out soon
 
     bool tiled() const { return p.values.group_size() > WHOLE_GROUP; }
 
