@@ -19,7 +19,13 @@ from torch.testing import assert_close
 from steelyard import oneshot
 from steelyard.algorithms import Algorithm, Block, ExactSum, Largest, Needs, Seen, Smallest
 from steelyard.distributed import Ranks
-from steelyard.errors import CalibrationError, CheckpointInvalid, PipelineError, RecipeError
+from steelyard.errors import (
+    CalibrationError,
+    CheckpointInvalid,
+    PipelineError,
+    PlanError,
+    RecipeError,
+)
 from steelyard.modifiers import GPTQModifier, Modifier, QuantizationModifier
 
 FP8 = {"scheme": "FP8_DYNAMIC", "ignore": ["lm_head"], "weight_observer": "memoryless_minmax"}
@@ -175,6 +181,13 @@ def test_gradients_inside_one_block(source: Path) -> None:
     assert checked == ["model.layers.1"]
 
 
+@pytest.mark.parametrize("need", ["originals", "gradients"])
+def test_a_model_as_a_whole_has_no_blocks(need: str, source: Path) -> None:
+    kind, _ = noting(Needs(**{need: True}))
+    with pytest.raises(PlanError, match=r"Noting needs the blocks of the model one by one"):
+        run(source, kind(targets=["re:.*input_layernorm$"]), pipeline="basic")
+
+
 # -- what it changes ------------------------------------------------------------------------------
 
 
@@ -277,6 +290,14 @@ def test_an_unknown_algorithm_is_refused(source: Path) -> None:
 
     with pytest.raises(RecipeError, match="'nearst', which is not registered: did you mean 'near"):
         run(source, Other(), data=None)
+
+
+def test_transforms_alone_are_refused_before_any_work(source: Path, tmp_path: Path) -> None:
+    kind, seen = noting(Needs(inputs=True), halving())
+    recipe = kind(targets=["re:.*input_layernorm$"])
+    with pytest.raises(PlanError, match="no modifier of the recipe quantizes: add one that does"):
+        oneshot(source, recipe, samples(), tmp_path / "q")
+    assert not seen
 
 
 def mlp_and_attention(**options: Any) -> list[Modifier]:

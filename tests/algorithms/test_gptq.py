@@ -129,7 +129,7 @@ def test_better_than_rounding_to_nearest(observer: str, source: Path, tmp_path: 
 
 
 def test_what_a_layer_is_solved_with(source: Path, tmp_path: Path) -> None:
-    """The first layer's q_proj, by hand: plain inputs, their second moment, largest first."""
+    """The first layer's q_proj, by hand: plain inputs, their Hessian, largest first."""
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     seen: list[torch.Tensor] = []
     module = model.model.layers[0].self_attn.q_proj

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 from families import assert_same_tensors, read
-from interruption import lasting
-from pages import DOCS, write_files
+from interruption import Stop, lasting, small_steps, stop_at_mark
+from pages import DOCS, own_registrations, write_files
 
 from steelyard.checkpoint import check_checkpoint
 from steelyard.checkpoint.shards import Shards
@@ -137,14 +137,28 @@ def test_killed_and_resumed_it_writes_the_same(place: Path, balanced: Path) -> N
         assert lasting(place / "killed" / file.name) == lasting(file), file.name
 
 
-def test_another_version_of_the_file_does_not_resume(place: Path) -> None:
+def test_another_version_of_the_file_does_not_resume(tmp_path: Path) -> None:
+    """The digest of the file is part of the run's identity, by the name of the algorithm."""
+    from steelyard import oneshot
     from steelyard.algorithms import Algorithm
+    from steelyard.errors import CheckpointError
+    from steelyard.plugins import load_plugin
 
-    class Other(Algorithm):
-        pass
-
-    digests = Other(None).digests()
-    assert list(digests) == ["test_another_version_of_the_file_does_not_resume.<locals>.Other"]
+    text = write_files(PAGE, tmp_path)[0].read_text()
+    recipe = (tmp_path / "recipe.yaml").read_text()
+    given = {"num_calibration_samples": 4, "max_seq_length": 32}
+    for version in ("first", "second"):
+        (tmp_path / f"{version}.py").write_text(f"{text}\n# {version}\n")
+        with own_registrations():
+            load_plugin(str(tmp_path / f"{version}.py"))
+            assert list(Algorithm.registry.get("balance")(None).digests()) == ["Balance"]
+            with small_steps(), pytest.MonkeyPatch.context() as patch:
+                if version == "first":
+                    stop_at_mark(patch, 2)
+                ends = Stop if version == "first" else CheckpointError
+                with pytest.raises(ends) as caught:
+                    oneshot(model_folder(), recipe, calibration_texts(4), tmp_path / "q", **given)
+    assert "was started with something else" in str(caught.value) and "Balance" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A run that dies at any moment is taken up again, and ends with the same bytes."""
+"""A run that is killed at any moment can be resumed, and ends with the same bytes."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def ends_well(source: Path, out: Path, kind: str, expected: dict[str, str], befo
 def test_killed_at_any_moment(
     source: Path, kind: str, expected: dict[str, str], tmp_path: Path
 ) -> None:
-    """50 kills of real processes, at random moments; also of those that were taken up again."""
+    """50 kills of real processes, at random moments; also of those that were resumed."""
     before = contents(source)
     chance = random.Random(0)
     kills = rounds = resumed = 0
@@ -220,7 +220,7 @@ def test_disk_that_lies(
     assert not (tmp_path / "out").exists()
 
 
-# -- what may not be taken up -------------------------------------------------------------------
+# -- runs that cannot be resumed ----------------------------------------------------------------
 
 
 def stop_half_way(source: Path, out: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -80,7 +80,7 @@ def halve(
 ) -> tuple[list[list[torch.Tensor]], list[torch.Tensor]]:
     """Halve the weights of each stage when all batches wait at it."""
     seen: list[list[torch.Tensor]] = [[], []]
-    settled: list[int] = []
+    flushed: list[int] = []
     stages = [[layer.a, layer.b], [layer.c]]
     every = forwards(layer, inputs())
     with ThreadPool(workers) as pool, Staged(stages, every, lengths(), budget, pool) as staged:
@@ -90,8 +90,8 @@ def halve(
                 assert batch == len(seen[index])
                 seen[index].append(x.clone())
 
-            staged.run_to(index, see, lambda index=index: settled.append(len(seen[index])))
-            assert settled[-1] == 5
+            staged.run_to(index, see, lambda index=index: flushed.append(len(seen[index])))
+            assert flushed[-1] == 5
             for module in stage:
                 module.weight.data.mul_(0.5)
         outputs = list(staged.finish())
@@ -153,11 +153,11 @@ def test_long_batches_after_short_ones_keep_to_the_budget(workers: int) -> None:
         Staged(stages, forwards(layer, data), sizes, budget, pool) as staged,
     ):
 
-        def settle() -> None:
+        def flush() -> None:
             nonlocal most
             most = max(most, sum(sizes[i] for i in staged._held) * per_token)
 
-        staged.run_to(0, nothing, settle)
+        staged.run_to(0, nothing, flush)
         assert most <= budget + 64 * per_token  # one that does not fit is dropped when it was seen
         assert len(staged._held) == workers + 3
         staged.run_to(1, nothing)

@@ -307,7 +307,7 @@ def test_modules_that_no_part_reached(tmp_path: Path) -> None:
     assert hasattr(result.model.get_submodule(NAME), "input_scale")
 
 
-# -- a run that is taken up again ---------------------------------------------------------------
+# -- a resumed run --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mark", [1, 2, 3, 4])

@@ -1,4 +1,4 @@
-"""Second moments of inputs against float64."""
+"""Hessians of inputs against float64."""
 
 from __future__ import annotations
 

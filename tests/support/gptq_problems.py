@@ -44,7 +44,7 @@ def weight_of(rows: int, columns: int, dtype: torch.dtype = torch.float32, seed:
 
 
 def hessian_of(columns: int, tokens: int = 0, rank: int = 4, seed: int = 1) -> torch.Tensor:
-    """Return the second moment of inputs that share a few directions and differ in size."""
+    """Return the Hessian of inputs that share a few directions and differ in size."""
     generator = torch.Generator().manual_seed(seed)
     tokens = tokens or 4 * columns
     shared = torch.randn(tokens, rank, generator=generator)

@@ -1,4 +1,4 @@
-"""Training of the demo model: what it sees, how fast it learns, and that it can be taken up."""
+"""Training of the demo model: what it sees, how fast it learns, and that it can be resumed."""
 
 from __future__ import annotations
 

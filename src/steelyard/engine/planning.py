@@ -57,6 +57,7 @@ def plan_run(
         plan.budget = budget_of(files, jobs_of(files, plan))
     with_data = needs_data(algorithms) and options.statistics is None
     plan.errors += _taken_names(plan, source)
+    plan.errors += _needs_of_blocks(options, algorithms)
     if with_data:
         plan.errors += unrunnable(source, options.pipeline)
     plan.errors += missing_parts(source)
@@ -99,6 +100,18 @@ def _waiting_bytes(plan: Plan, budget: int, least: int) -> int:
     widest = max((planned.shape[1] for planned in plan.quantized), default=0)
     rate = 4 * (3 * plan.hidden + widest)
     return min(plan.tokens * rate, max(budget, least * rate))
+
+
+def _needs_of_blocks(options: Options, algorithms: Sequence[Algorithm]) -> list[str]:
+    """Return an error for each algorithm that works on blocks, where the model runs as a whole."""
+    if options.pipeline != "basic":
+        return []
+    return [
+        f"{type(algorithm.modifier).__name__} needs the blocks of the model one by one, and "
+        'pipeline="basic" runs it as a whole: leave the pipeline out'
+        for algorithm in algorithms
+        if algorithm.needs.originals or algorithm.needs.gradients
+    ]
 
 
 def _taken_names(plan: Plan, source: Source) -> list[str]:

@@ -57,7 +57,9 @@ def errors_of(
     yield from _unstorable(plan)
     yield from _inputs_alone(plan)
     yield from _unsupported_attention(plan, model, modules)
-    if claims and not plan.quantized and not plan.attention:
+    if not claims:
+        yield "no modifier of the recipe quantizes: add one that does, such as QuantizationModifier"
+    elif not plan.quantized and not plan.attention:
         yield "nothing would be quantized"
     yield from _quantized_token_ids(plan, modules)
     yield from _tied(model, plan)
