@@ -42,6 +42,7 @@ def test_empty_path_is_refused(here: Path, given: str) -> None:
     ("output", "message"),
     [
         (".", "is the current folder"),
+        ("/", "is the root folder"),
         ("..", "contains the current folder"),
         ("../..", "contains the current folder"),
         (".out.steelyard", "folders of unfinished runs"),

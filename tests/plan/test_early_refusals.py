@@ -13,7 +13,7 @@ from families import read, small_model, token_batches
 from sample_rows import make_tokenizer
 
 from steelyard import oneshot
-from steelyard.errors import CheckpointError, DataError
+from steelyard.errors import CheckpointError, DataError, PlanError
 from steelyard.modifiers import QuantizationModifier
 
 
@@ -89,3 +89,25 @@ def test_nvfp4_keeps_an_outlier(dtype: torch.dtype, tmp_path: Path) -> None:
     assert code == 0b0111  # 6.0, the largest
     scale = stored[f"{name}.weight_scale"][3, 0].float() / stored[f"{name}.weight_global_scale"]
     assert 6 * float(scale) == pytest.approx(5000, rel=2**-7)
+
+
+@pytest.mark.parametrize("scheme", ["NVFP4A16", "MXFP4A16", "FP8_DYNAMIC"])
+def test_weights_whose_squares_vanish_are_written(scheme: str, tmp_path: Path) -> None:
+    """Their error was reported as 0, and the check after writing found 1."""
+    model = small_model("llama", tie_word_embeddings=False)
+    model.model.layers[0].self_attn.q_proj.weight.data.fill_(1e-40)
+    model.model.layers[1].self_attn.q_proj.weight.data.zero_()
+    model.save_pretrained(tmp_path / "m")
+    recipe = QuantizationModifier(scheme=scheme, ignore=["lm_head"])
+    result = oneshot(tmp_path / "m", recipe, output_dir=tmp_path / "q", show_progress=False)
+    assert result.modules["model.layers.0.self_attn.q_proj"].error == 1
+    assert result.modules["model.layers.1.self_attn.q_proj"].error == 0
+    assert "model.layers.0.self_attn.q_proj.weight_scale" in read(tmp_path / "q")
+
+
+@pytest.mark.parametrize("target", ["lm_head", "re:.*lm_head$"])
+def test_a_head_that_is_tied_is_no_spelling_mistake(target: str, tmp_path: Path) -> None:
+    small_model("llama", tie_word_embeddings=True).save_pretrained(tmp_path / "m")
+    recipe = QuantizationModifier(scheme="W8A16", targets=[target])
+    with pytest.raises(PlanError, match=r"matches no module: the files hold no weight of a head"):
+        oneshot(tmp_path / "m", recipe, output_dir=tmp_path / "q", show_progress=False)

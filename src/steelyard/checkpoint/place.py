@@ -24,12 +24,18 @@ _RESERVED = re.compile(r"\..+\.steelyard(-done)?")  # see `steelyard.checkpoint.
 
 
 def output_path(given: str | Path) -> Path:
-    """Return the path of an output folder, absolute and without links; refuse an empty one."""
+    """Return the path of an output folder, absolute and without links.
+
+    An empty path and the root folder, which has no name, are refused.
+    """
     if not str(given).strip():
         raise CheckpointError(
             "the output folder is an empty text, perhaps an unset variable; name a folder"
         )
-    return Path(given).resolve()
+    out = Path(given).resolve()
+    if out == out.parent:
+        raise CheckpointError(f"{out} is the root folder; choose a folder for the output")
+    return out
 
 
 def check_output(out: Path, overwrite: bool, keep_tokenizer: bool = False) -> None:
@@ -39,8 +45,6 @@ def check_output(out: Path, overwrite: bool, keep_tokenizer: bool = False) -> No
 
     keep_tokenizer: its tokenizer will be kept, so a folder that holds nothing else may be replaced
     """
-    if out == out.parent:
-        raise CheckpointError(f"{out} is the root folder; choose a folder for the output")
     for part in out.parts:
         if _RESERVED.fullmatch(part):
             raise CheckpointError(

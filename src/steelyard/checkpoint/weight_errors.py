@@ -28,8 +28,14 @@ def weight_error(module: Module) -> float | None:
 
 
 def relative_error(noise: float, weight: torch.Tensor) -> float:
-    """Return a squared error over the weight's sum of squares."""
+    """Return a squared error over the weight's sum of squares.
+
+    It is 1 for weights so small that fp32 holds neither their squares nor those of their errors:
+    the bound of rounding to nearest, and what a server that takes denormals for zero decodes.
+    """
     signal = float(sum_of_squares(weight).sum(dtype=torch.float64))
     if not math.isfinite(signal):  # too large for fp32
         signal = float(weight.double().square().sum())
-    return noise / signal if signal else 0.0
+    if signal < weight.numel() * torch.finfo(torch.float32).tiny:
+        return float(weight.any())
+    return noise / signal

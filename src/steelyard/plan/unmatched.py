@@ -19,6 +19,10 @@ _USUAL = {
     *("multi_modal_projector", "connector"),
 }
 _AROUND = {"model", "language_model", "mlp", "block_sparse_moe", "feed_forward"}
+_HEADLESS = (
+    "the files hold no weight of a head, which is that of the embedding where they are tied; to "
+    "quantize it, untie them (tie_word_embeddings=False) and save the model first"
+)
 _WORD = re.compile(r"[A-Za-z_]\w*")
 
 
@@ -28,7 +32,7 @@ def unmatched_targets(
     """Yield a sentence for every target that matches no module."""
     for target in targets:
         if not _matches(modules, target):
-            meant = _meant(modules, target)
+            meant = _HEADLESS if _is_head(target) else _meant(modules, target)
             yield f"the target {target!r}{of} matches no module: {meant or 'look at its spelling'}"
 
 
@@ -47,6 +51,10 @@ def unmatched_ignores(modules: Mapping[str, Module], patterns: Iterable[str]) ->
 def _is_usual(pattern: str) -> bool:
     words = set(_WORD.findall(pattern.removeprefix("re:").replace("\\", " ")))
     return bool(words & _USUAL) and words <= _USUAL | _AROUND
+
+
+def _is_head(pattern: str) -> bool:
+    return _WORD.findall(pattern.removeprefix("re:").replace("\\", " "))[-1:] == ["lm_head"]
 
 
 def _matches(modules: Mapping[str, Module], pattern: str) -> bool:
