@@ -20,6 +20,7 @@ BUILT_IN = {
     "OutputError": OSError,
     "PipelineError": RuntimeError,
     "PlanError": ValueError,
+    "PluginError": ImportError,
     "RanksError": RuntimeError,
     "RecipeError": ValueError,
     "ReportError": ValueError,
