@@ -7,6 +7,8 @@ plain Python errors and are not listed here.
 from __future__ import annotations
 
 import difflib
+import sys
+import warnings
 from collections.abc import Iterable
 
 from steelyard.foreign import printable
@@ -36,6 +38,7 @@ __all__ = [
     "StrategyError",
     "UnknownNameError",
     "nearest",
+    "warn_caller",
 ]
 
 
@@ -151,3 +154,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
     if close:
         return f"did you mean {close[0]!r}?"
     return f"known: {', '.join(known) or 'none'}"
+
+
+def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the line of the user's code that called into this package."""
+    package, level, frame = __name__.partition(".")[0], 1, sys._getframe()
+    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] == package:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)

@@ -295,7 +295,7 @@ def test_undamaged_run_resumes(
 ) -> None:
     folder = stopped(kind)
     names = {path.name for path in work(folder).iterdir()}
-    named = {"hidden-0-2.safetensors", "importance-2", "statistics-2"}
+    named = {"hidden-0-2.safetensors", "algorithm0-2", "statistics-2"}
     assert (named <= names) == (kind == "layers")
     assert ends_well(source, folder, kind, undisturbed)
 
@@ -326,7 +326,7 @@ def lengthen(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [delete, cut, empty, flip, lengthen])
-@pytest.mark.parametrize("kind", ["hidden", "importance", "statistics"])
+@pytest.mark.parametrize("kind", ["hidden", "algorithm0", "statistics"])
 def test_damaged_file(
     kind: str,
     damage: Callable[[Path], None],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from steelyard.engine.announce import announce
 from steelyard.engine.result import Result
 from steelyard.engine.run_options import Options
 from steelyard.engine.statistics import RunStatistics
-from steelyard.errors import CalibrationWarning, DataError
+from steelyard.errors import CalibrationWarning, DataError, warn_caller
 from steelyard.model.source import Source
 
 __all__ = ["samples_for"]
@@ -41,7 +40,7 @@ def samples_for(
     if options.dataset is not None and not needed:
         note = "the recipe needs no calibration data; the dataset is not read"
         result.notes.append(note)
-        warnings.warn(note, stacklevel=4)
+        warn_caller(note)
     if options.statistics is not None:
         result.notes.append(statistics.describe(source))
         return None
@@ -68,6 +67,6 @@ def samples_for(
         if shown:
             announce(f"warning: {few}")
         elif samples.num_tokens < HARDLY_ANY_TOKENS:  # surely a mistake
-            warnings.warn(few, CalibrationWarning, stacklevel=6)
+            warn_caller(few, CalibrationWarning)
     statistics.begin(source, result.source, result.recipe.text, samples)
     return samples

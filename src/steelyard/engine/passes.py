@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -225,7 +226,7 @@ class Passes:
         found: dict[str, ModuleResult] = {}
         budget = holding_budget(self.solver.device)
         with (
-            computing_in(part.root, self.dtype, without=modules.values()),
+            computing_in(part.root, self.dtype, without=itertools.chain(*parts)),
             contextlib.ExitStack() as solved,
             Staged(parts, flow.forwards, flow.tokens, budget, self.pool) as staged,
         ):
@@ -276,7 +277,7 @@ class Passes:
             return None
         stages = None
         if self.solver.ranks.is_first:  # who always has a batch
-            with computing_in(part.root, self.dtype, without=modules.values()):
+            with computing_in(part.root, self.dtype):  # some read a weight without a call
                 stages = find_stages(modules, flow.forwards[0], flow.tokens[0])
         stages = self.solver.ranks.broadcast(stages)
         stage_of = {each: i for i, stage in enumerate(stages or ()) for each in stage}
