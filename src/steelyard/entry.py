@@ -31,6 +31,7 @@ def oneshot(
     pipeline: str = "auto",
     propagate_error: bool | None = None,
     uncalibrated: str = "error",
+    moe_calibrate_all_experts: bool = True,
     save_statistics: str | Path | None = None,
     statistics: str | Path | None = None,
     overwrite: bool = False,

@@ -2,12 +2,15 @@
 
 vLLM fuses q, k and v into one matrix, and gate and up into another. If the format has a single
 scale for that matrix (NVFP4's global scale, a per-tensor FP8 scale), the layers must agree on it
-before they are quantized. This module is the only place that knows.
+before they are quantized. It stacks the experts of a layer, and quantizes the inputs of all with
+one scale. This module is the only place that knows.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,6 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FUSED_LAYER_NAMES",
+    "ExpertGroup",
+    "expert_groups",
     "fused_groups",
     "shared_parameter",
     "shared_parameters",
@@ -30,6 +35,46 @@ FUSED_LAYER_NAMES: list[tuple[str, ...]] = [
     ("in_proj_b", "in_proj_a"),
 ]
 """Attribute names of sibling layers that the server fuses into one."""
+
+_EXPERT = re.compile(r"(?P<layer>.*\.experts)\.(?P<number>\d+)\.(?P<leaf>[^.]+)")
+_OUTPUTS = ("down_proj", "w2")
+
+
+@dataclass(frozen=True)
+class ExpertGroup:
+    """Layers of the experts of one layer of the model that have the same place in each.
+
+    experts: number of an expert -> its modules there, such as gate and up
+    inner:   whether their inputs are channels of each expert's own, not of the hidden state
+    """
+
+    layer: str
+    experts: dict[int, tuple[str, ...]]
+    inner: bool
+
+    @property
+    def names(self) -> list[str]:
+        return [name for names in self.experts.values() for name in names]
+
+
+def expert_groups(names: Iterable[str]) -> list[ExpertGroup]:
+    """Return the groups of experts among modules, in the order of the names.
+
+    >>> names = ["mlp.experts.0.up_proj", "mlp.experts.1.up_proj", "mlp.experts.0.down_proj"]
+    >>> [(group.experts, group.inner) for group in expert_groups(names)]
+    [({0: ('mlp.experts.0.up_proj',), 1: ('mlp.experts.1.up_proj',)}, False), \
+({0: ('mlp.experts.0.down_proj',)}, True)]
+    """
+    found: dict[tuple[str, bool], dict[int, tuple[str, ...]]] = {}
+    for name in names:
+        if (match := _EXPERT.fullmatch(name)) is not None:
+            group = found.setdefault((match["layer"], match["leaf"] in _OUTPUTS), {})
+            number = int(match["number"])
+            group[number] = (*group.get(number, ()), name)
+    return [
+        ExpertGroup(layer, dict(sorted(experts.items())), inner)
+        for (layer, inner), experts in found.items()
+    ]
 
 
 def fused_groups(names: Iterable[str]) -> Iterator[tuple[str, ...]]:

@@ -21,7 +21,7 @@ SCHEMES = ["W4A16", "W4A16_ASYM", "W8A16", "W8A8", "FP8", "FP8_BLOCK", "NVFP4", 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_weights_are_those_of_the_compressor(scheme: str, small_model: Callable[..., Any]) -> None:
     model = small_model(scheme, torch.float32)
-    view = DecodedView(model.write(), cut=False)
+    view = DecodedView(model.write())
     kept = [name for name in view.names() if ".input_" not in name]
     assert set(kept) == set(model.source.names())
     compressor = BaseCompressor.get_value_from_registry(format_of(model.scheme))
@@ -46,4 +46,4 @@ def test_shape_that_does_not_fit_is_refused(leaf: str, small_model: Callable[...
     cut = model.stored[name][:, :1].contiguous()
     folder = model.write({**model.stored, name: cut})
     with pytest.raises(CheckpointError, match=rf"{name} is \(48, 1\), but its scheme"):
-        DecodedView(folder, cut=False)
+        DecodedView(folder)

@@ -19,11 +19,12 @@ from steelyard import oneshot
 from steelyard.distributed import ThreadPool
 from steelyard.engine import passes
 from steelyard.engine.marks import Marks
-from steelyard.engine.passes import Flow, Part, Passes
+from steelyard.engine.parts import Flow, Part
+from steelyard.engine.passes import Passes
+from steelyard.engine.stage_order import find_stages
 from steelyard.engine.stages import (
     Staged,
     at_once,
-    find_stages,
     fits,
     held_bytes,
     holding_budget,

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from steelyard.model.blocks import LayerSequence
-from steelyard.model.source import Source, computing_in
+from steelyard.model.precision import computing_in
+from steelyard.model.source import Source
 
 
 @torch.no_grad()

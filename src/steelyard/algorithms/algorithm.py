@@ -88,6 +88,7 @@ class Seen:
     batch:       number of the batch among all batches of the run
     partial_sum: number of the one that the batch belongs to; see `kernels.partial_sums`
     turn:        number of the pass, from 0
+    weights:     (tokens,), by which a router multiplies the outputs of an expert; None for 1
     """
 
     place: str
@@ -96,6 +97,7 @@ class Seen:
     batch: int
     partial_sum: int = 0
     turn: int = 0
+    weights: torch.Tensor | None = None
 
 
 @sendable

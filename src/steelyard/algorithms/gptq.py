@@ -53,7 +53,7 @@ class GPTQ(Nearest):
         return Hessians(weighed, self.modifier.offload_hessians, block.ranks, block.pool)
 
     def see(self, state: Hessians, seen: Seen) -> None:
-        state.see(seen.modules, seen.value, seen.partial_sum)
+        state.see(seen.modules, seen.value, seen.partial_sum, seen.weights)
 
     def flush(self, state: Hessians) -> None:
         state.flush()
@@ -61,10 +61,9 @@ class GPTQ(Nearest):
     def join(self, state: Hessians, block: Block) -> None:
         state.close()
         state.join(block.owners)
+        state.shrink(block.owners)
         for name in block.mine:
-            if tokens := state.tokens(name):
-                squares = partial(state.diagonal, name)
-                block.calibration.add_importance(name, squares, tokens)
+            block.calibration.add_importance(name, partial(state.importance, name))
 
     def memory(self, plan: Plan) -> int:
         return moment_bytes(plan)

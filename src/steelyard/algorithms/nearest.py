@@ -11,7 +11,6 @@ from steelyard.algorithms.block import Block
 from steelyard.checkpoint.figures import module_figures, with_figures
 from steelyard.modifiers import QuantizationModifier
 from steelyard.observers import Observer
-from steelyard.observers.lifecycle import observed_tokens
 
 __all__ = ["Nearest"]
 
@@ -40,7 +39,7 @@ class Nearest(Algorithm):
         return {
             name: ModuleResult(
                 None,
-                observed_tokens(module),
+                block.calibration.tokens(name),
                 with_figures({}, module_figures(module)) if name in mine else {},
             )
             for name, module in block.modules.items()

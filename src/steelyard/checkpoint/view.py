@@ -9,7 +9,7 @@ servers know. Tensors are converted when they are read, one at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from steelyard.checkpoint.config_file import named_dtype, read_config, text_config
+from steelyard.checkpoint.expert_stacks import PAIRS, Stack, is_turned, parts_of_stack
 from steelyard.checkpoint.shards import PIECE, Shards, TensorInfo
 from steelyard.errors import CheckpointError
 from steelyard.foreign import show
@@ -28,42 +29,36 @@ _SCALE = "_scale_inv"
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
-@dataclass(frozen=True)
-class Stack:
-    """Experts that are stored in one tensor.
-
-    experts: names of each expert's weights here
-    """
-
-    name: str
-    experts: tuple[str, ...]
-
-
 class CheckpointView(Shards):
     """`Shards` whose FP8 weights read as floats, and whose stacked experts read one by one.
 
-    cut:    False keeps stacked experts stacked
-    config: content of config.json
-    stacks: the tensors that were split; `restack` undoes that for one
+    config:    content of config.json
+    stacks:    the tensors that were split; `restack` undoes that for one
+    restacked: those for which it did
     """
 
-    def __init__(self, folder: str | Path, cut: bool = True) -> None:
+    def __init__(self, folder: str | Path) -> None:
         super().__init__(folder)
         self.config = read_config(self.folder)
         self.stacks: list[Stack] = []
+        self.restacked: list[Stack] = []
+        self._experts: dict[str, TensorInfo] = {}  # tensors of experts that are stored in a stack
         self._made: dict[str, Callable[[], torch.Tensor]] = {}
         self._last: tuple[str, torch.Tensor] | None = None  # the tensor that rows were read from
         self._stored = dict(self._infos)  # as in the files
         quantization = self.config.get("quantization_config")
         if quantization is not None:
             self._decode(quantization)
-        if cut:
-            self._cut_stacks()
+        self._cut_stacks()
 
     @property
     def text_config(self) -> dict[str, Any]:
         """The part of the config that describes the language model."""
         return text_config(self.config)
+
+    def info(self, name: str) -> TensorInfo:
+        expert = None if name in self._infos else self._experts.get(name)
+        return super().info(name) if expert is None else expert
 
     def read(self, name: str) -> torch.Tensor:
         make = self._made.get(name)
@@ -133,56 +128,70 @@ class CheckpointView(Shards):
         hidden = self.text_config.get("hidden_size")
         cut: dict[str, dict[str, TensorInfo]] = {}
         for name, info in self._infos.items():
-            parent, _, leaf = name.rpartition(".")
-            other = self._infos.get(f"{parent}.down_proj")
-            if leaf != "gate_up_proj" or other is None or f"{name}_bias" in self._infos:
-                continue  # with a bias, gate and up are interleaved, and no name says so
-            if len(info.shape) == 3 == len(other.shape) and info.shape[0] == other.shape[0] > 0:
-                turned = _is_turned(info.shape, other.shape, hidden)
-                if turned is not None:
-                    cut[name] = self._cut(info, parent, ("gate_proj", "up_proj"), turned)
-                    cut[other.name] = self._cut(other, parent, ("down_proj",), turned)
+            ending = next((e for e in PAIRS if name.endswith(f".{e}")), None)
+            if ending is None:
+                continue
+            other = self._infos.get(name.removesuffix(ending) + PAIRS[ending])
+            if other is None or not len(info.shape) == 3 == len(other.shape):
+                continue
+            turned = is_turned(info.shape, other.shape, hidden)
+            if turned is None or not info.shape[0] == other.shape[0] > 0:
+                continue
+            biased = f"{name}_bias" in self._infos  # then gate and up take turns: gpt-oss
+            cut[name] = self._cut(info, turned, biased)
+            cut[other.name] = self._cut(other, turned)
+            for each in (f"{name}_bias", f"{other.name}_bias") if biased else ():
+                if each in self._infos:
+                    cut[each] = self._cut(self._infos[each], turned, biased)
         if not cut:
             return
         self.stacks = [Stack(name, tuple(experts)) for name, experts in cut.items()]
+        self._experts = {name: info for experts in cut.values() for name, info in experts.items()}
         self._replace_names(cut)
 
-    def _cut(
-        self, info: TensorInfo, parent: str, leaves: tuple[str, ...], turned: bool
-    ) -> dict[str, TensorInfo]:
-        """Return the place of each expert's weights; transposed ones are made when read."""
-        count, first, second = info.shape
+    def _cut(self, info: TensorInfo, turned: bool, in_turns: bool = False) -> dict[str, TensorInfo]:
+        """Return the place of each expert's tensors; those that are no slice are made when read.
+
+        turned:   the weights are stored as (in, out)
+        in_turns: the first column of gate, the first of up, the second of gate
+        """
+        count, *shape = info.shape
         size = info.nbytes // count
         found = {}
-        for expert in range(count):
+        for expert, names in enumerate(parts_of_stack(info.name, count)):
             slab = replace(
-                info, shape=(first, second), nbytes=size, offset=info.offset + expert * size
+                info, shape=tuple(shape), nbytes=size, offset=info.offset + expert * size
             )
-            for part, leaf in enumerate(leaves):
-                name = f"{parent}.{expert}.{leaf}.weight"
-                if turned:
-                    width = second // len(leaves)
-                    self._made[name] = partial(self._turned, slab, part * width, width)
-                    shape = (width, first)
-                else:
-                    shape = (first // len(leaves), second)
-                nbytes = size // len(leaves)
+            for part, name in enumerate(names):
+                nbytes = size // len(names)
+                outputs = (shape[-1] if turned else shape[0]) // len(names)
+                rows = slice(part * outputs, (part + 1) * outputs)
+                if in_turns and len(names) > 1:
+                    rows = slice(part, None, len(names))
+                if turned or in_turns:
+                    self._made[name] = partial(self._rows, slab, rows, turned)
+                inputs = shape[:-1] if turned else shape[1:]
                 found[name] = replace(
-                    slab, name=name, shape=shape, nbytes=nbytes, offset=slab.offset + part * nbytes
+                    slab,
+                    name=name,
+                    shape=(outputs, *inputs),
+                    nbytes=nbytes,
+                    offset=slab.offset + part * nbytes,
                 )
         return found
 
-    def _turned(self, slab: TensorInfo, start: int, width: int) -> torch.Tensor:
-        return self.read_stored(slab)[:, start : start + width].t().contiguous()
+    def _rows(self, slab: TensorInfo, rows: slice, turned: bool) -> torch.Tensor:
+        """Return some outputs of an expert, as (out, in)."""
+        whole = self.read_stored(slab)
+        return (whole.t() if turned else whole)[rows].contiguous()
 
     def restack(self, stack: Stack) -> None:
-        """Make a stack one tensor again, as it is stored."""
+        """Make a stack one tensor again, as it is stored; `read` still has each expert's."""
         for name in stack.experts[1:]:
             del self._infos[name]
-        for name in stack.experts:
-            self._made.pop(name, None)
         self._replace_names({stack.experts[0]: {stack.name: self._stored[stack.name]}})
         self.stacks.remove(stack)
+        self.restacked.append(stack)
 
     def _replace_names(self, new: dict[str, dict[str, TensorInfo]]) -> None:
         pairs = [new.get(name, {name: info}) for name, info in self._infos.items()]
@@ -197,13 +206,3 @@ def _block(given: Any) -> tuple[int, int] | None:
     if not all(isinstance(size, int) and size > 0 for size in given):
         return None
     return height, width
-
-
-def _is_turned(gate_up: tuple[int, ...], down: tuple[int, ...], hidden: Any) -> bool | None:
-    """Whether experts are stored as (in, out); None where the shapes leave it open.
-
-    The output of `down_proj` has the model's width, and its input half the rows of `gate_up_proj`.
-    """
-    as_linear = down[1] == hidden and gate_up[1:] == (2 * down[2], hidden)
-    as_product = down[2] == hidden and gate_up[1:] == (hidden, 2 * down[1])
-    return None if as_linear == as_product else as_product

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.nn import Module
 
-from steelyard.algorithms import Algorithm, Block, ModuleResult, Seen
+from steelyard.algorithms import Algorithm, Block, ModuleResult, Needs, Seen
 from steelyard.engine.attention_states import attention_modules, noting_states
 
 __all__ = ["Moment", "Work"]
@@ -53,12 +53,21 @@ class Work:
 
     # -- seeing -------------------------------------------------------------------------------
 
-    def show(self, names: Sequence[str], x: torch.Tensor, moment: Moment) -> None:
-        """Show the input that some modules have in common; `flush` must follow."""
+    def show(
+        self,
+        names: Sequence[str],
+        x: torch.Tensor,
+        moment: Moment,
+        weights: torch.Tensor | None = None,
+    ) -> None:
+        """Show the input that some modules have in common; `flush` must follow.
+
+        weights: of tokens, where a router multiplies the outputs by them
+        """
         for part in self.parts:
             common = tuple(name for name in names if name in part.block.modules)
             if common and part.algorithm.needs.inputs:
-                self._see(part, "input", common, x, moment)
+                self._see(part, "input", common, x, moment, weights)
 
     def flush(self) -> None:
         for part in self.parts:
@@ -73,19 +82,33 @@ class Work:
                 part.algorithm.flush(part.state)
 
     def _see(
-        self, part: _Part, place: str, names: tuple[str, ...], value: Any, moment: Moment
+        self,
+        part: _Part,
+        place: str,
+        names: tuple[str, ...],
+        value: Any,
+        moment: Moment,
+        weights: torch.Tensor | None = None,
     ) -> None:
         if moment.turn < part.algorithm.needs.passes:
-            seen = Seen(place, names, value, moment.batch, moment.partial_sum, moment.turn)
-            part.algorithm.see(part.state, seen)
+            at = (moment.batch, moment.partial_sum, moment.turn)
+            part.algorithm.see(part.state, Seen(place, names, value, *at, weights))
 
     @contextlib.contextmanager
-    def hooked(self, note: Callable[[int, str, str, Any], None]) -> Iterator[None]:
-        """Call `note(part, place, module, value)` for each value that an algorithm needs."""
+    def hooked(
+        self, note: Callable[[int, str, str, Any], None], shown: Collection[str] = ()
+    ) -> Iterator[None]:
+        """Call `note(part, place, module, value)` for each value that an algorithm needs.
+
+        shown: modules whose inputs `show` gets instead
+        """
         with contextlib.ExitStack() as hooks:
             for number, part in enumerate(self.parts):
                 for name, module in part.block.modules.items():
-                    for handle in _hooks(part.algorithm, module, number, name, note):
+                    needs = part.algorithm.needs
+                    if name in shown:
+                        needs = replace(needs, inputs=False)
+                    for handle in _hooks(needs, module, number, name, note):
                         hooks.callback(handle.remove)
                 if part.algorithm.needs.attention:
                     states = functools.partial(note, number)
@@ -129,14 +152,13 @@ class Work:
 
 
 def _hooks(
-    algorithm: Algorithm,
+    needs: Needs,
     module: Module,
     number: int,
     name: str,
     note: Callable[[int, str, str, Any], None],
 ) -> Iterator[Any]:
     """Put the hooks on a module that an algorithm needs."""
-    needs = algorithm.needs
 
     def called(_module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if needs.calls:

@@ -37,7 +37,7 @@ from steelyard.engine.saved_files import check_saved_files
 from steelyard.engine.statistics import RunStatistics
 from steelyard.errors import DataError, PlanError
 from steelyard.model.applied_schemes import apply_schemes
-from steelyard.model.restoring import restored_on_error
+from steelyard.model.experts import Experts
 from steelyard.model.source import Source
 from steelyard.observers.calibration import Calibration
 from steelyard.plan.plan import Plan
@@ -54,6 +54,15 @@ def quantize(options: Options, leave: Leave | None = None) -> Result:
 
     leave: called with the result and the folder that will be put in place, before it is
     """
+    with contextlib.ExitStack() as given:
+        return _quantize(options, leave, given)
+
+
+def _quantize(options: Options, leave: Leave | None, given: contextlib.ExitStack) -> Result:
+    """Quantize a model.
+
+    given: undoes changes of a loaded module after an error
+    """
     started = time.perf_counter()
     options.check()
     recipe = load_recipe(options.recipe)
@@ -66,6 +75,7 @@ def quantize(options: Options, leave: Leave | None = None) -> Result:
     options.refuse_two_sources()
     streamed = streams(options, recipe, algorithms)
     source = _open(options, streamed)
+    given.enter_context(source.unstacked())
     tokenizer = checked_tokenizer(
         options.tokenizer or options.processor, source, options.trust_remote_code_model
     )
@@ -82,6 +92,7 @@ def quantize(options: Options, leave: Leave | None = None) -> Result:
     if shown and (options.dry_run or not plan.errors):  # which are raised below
         announce(str(plan))
     if options.dry_run:
+        source.restack([])
         return result
     plan.require()
     run = Run(
@@ -105,9 +116,6 @@ def quantize(options: Options, leave: Leave | None = None) -> Result:
         if leave is not None:
             leave(result, folder)
 
-    given = (
-        restored_on_error(options.model) if result.model is not None else contextlib.nullcontext()
-    )
     output = Output.open(
         source,
         options.output_dir,
@@ -117,12 +125,12 @@ def quantize(options: Options, leave: Leave | None = None) -> Result:
         options.resume,
         ranks,
     )
-    with given, output as run.output:
+    with output as run.output:
         run.marks.resume()
         if streamed:
             run.stream()
         else:
-            _prepare_model(source.model, plan)
+            _prepare_model(source.model, plan, options.moe_calibrate_all_experts)
             statistics.check(source.model, _beginning(run), result.notes)
             if samples is None:
                 run.weights_only()
@@ -198,7 +206,11 @@ def _identity(
     """Return what a run must have in common with an unfinished one to resume it."""
     if source.shards is None or options.output_dir is None:
         return None
-    given: dict[str, Any] = {"pipeline": options.pipeline, "propagate_error": propagate}
+    given: dict[str, Any] = {
+        "pipeline": options.pipeline,
+        "propagate_error": propagate,
+        "moe_calibrate_all_experts": options.moe_calibrate_all_experts,
+    }
     for algorithm in algorithms:
         given |= algorithm.digests()
     given |= statistics.digests()
@@ -214,7 +226,10 @@ def _check_alike(
     samples: Samples | None,
 ) -> None:
     """Refuse ranks that were started with different things."""
-    same = (options.pipeline, propagate, options.uncalibrated, options.resume, options.overwrite)
+    same = (
+        *(options.pipeline, propagate, options.uncalibrated, options.resume, options.overwrite),
+        options.moe_calibrate_all_experts,
+    )
     mine = {
         "recipe": recipe,
         "calibration data": digest_of(_tokens(samples)),
@@ -235,9 +250,15 @@ def _tokens(samples: Samples | None) -> Sequence[torch.Tensor]:
     return () if samples is None else samples.batches
 
 
-def _prepare_model(model: Module, plan: Plan) -> None:
-    """Put schemes on the modules; until it is calibrated, a module runs unquantized."""
+def _prepare_model(model: Module, plan: Plan, all_tokens: bool) -> None:
+    """Put schemes on the modules; until it is calibrated, a module runs unquantized.
+
+    all_tokens: whether ranges of the inputs of experts cover all tokens
+    """
     model.eval()
+    for module in model.modules():
+        if isinstance(module, Experts):
+            module.all_tokens = all_tokens
     left = [*plan.config.ignore, *(item.name for item in plan.left)]
     apply_schemes(model, plan.config.model_copy(update={"ignore": left}))
     model.apply(disable_quantization)

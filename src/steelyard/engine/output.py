@@ -185,8 +185,7 @@ class Output:
         self.done.add(name)
         assert self.writer is not None
         # what the class joined on loading, such as experts, is saved in its parts
-        known = self.source.shards is not None and name in self.source.keys
-        parts = {} if known else parts_of(self.source.model, name, value)
+        parts = {} if name in self.source.keys else parts_of(self.source.model, name, value)
         for original, tensor in (parts or {self.source.key(name): value}).items():
             if changed and self.source.shards is not None:
                 self._claim(original)

@@ -11,8 +11,7 @@ import contextlib
 import functools
 import itertools
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -22,50 +21,20 @@ from steelyard.algorithms import Block, ModuleResult
 from steelyard.distributed import ThreadPool
 from steelyard.engine.block_work import Moment, Work
 from steelyard.engine.observing import observe
+from steelyard.engine.parts import Flow, Part
+from steelyard.engine.showing import Stage, points_of, showing, stages_of
 from steelyard.engine.solving import Solver
-from steelyard.engine.stages import BESIDE, Staged, at_once, find_stages, holding_budget
+from steelyard.engine.stage_order import find_stages
+from steelyard.engine.stages import BESIDE, Staged, at_once, holding_budget
 from steelyard.fusion import fused_groups
 from steelyard.model.early_stop import StopAfter
-from steelyard.model.source import computing_in, rounded_once
+from steelyard.model.precision import computing_in, rounded_once
 from steelyard.observers.calibration import Calibration
 from steelyard.observers.lifecycle import with_schemes
 
-__all__ = ["NO_DATA", "Flow", "Part", "Passes"]
+__all__ = ["Passes"]
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Flow:
-    """The batches of a block.
-
-    forwards: run each batch through the block, and return what comes out
-    take:     takes what comes out for the next block, batch after batch; None where nothing does
-    tokens:   of each batch
-    """
-
-    forwards: Sequence[Callable[[], Any]] = ()
-    take: Callable[[Iterable[torch.Tensor]], None] | None = None
-    tokens: Sequence[int] = ()
-
-
-NO_DATA = Flow()
-
-
-@dataclass(frozen=True)
-class Part:
-    """A part of the model that is calibrated at once: a layer, or all that is outside of them.
-
-    without:   a module within `root` that is left out
-    originals: hidden states of the unquantized model, into the part and out of it, by batch
-    changed:   names of the tensors that transforms have changed
-    """
-
-    name: str
-    root: Module
-    without: Module | None = None
-    originals: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    changed: set[str] = field(default_factory=set)
 
 
 class Passes:
@@ -135,23 +104,26 @@ class Passes:
     # -- in passes ----------------------------------------------------------------------------
 
     def _in_passes(
-        self, part: Part, flow: Flow, stages: list[list[str]] | None
+        self, part: Part, flow: Flow, stages: list[Stage] | None
     ) -> dict[str, ModuleResult]:
         """Solve all modules after one pass; a second computes the input of the next block."""
         again = flow if self.propagate and flow.take is not None else None
-        every = [each for stage in stages for each in stage] if stages else None
+        every = [each for stage in stages for each in stage.names] if stages else None
+        points = points_of(part.root, with_schemes(part.root, part.name, part.without))
         solved: set[str] = set()
         held: list[torch.Tensor] = []
-        with Calibration(part.root, part.name, part.without, every) as calibration:
+        with Calibration(part.root, part.name, part.without, every, points) as calibration:
             block = self._block(part, calibration, flow, solved)
             work = self.solver.begin(block)
             with computing_in(part.root, self.dtype), contextlib.ExitStack() as looking:
                 if stages is not None:
                     self._beside(calibration, work, stages, flow)
                 else:
-                    looking.enter_context(work.hooked(work.see_now(lambda: self._moment)))
+                    now = functools.partial(getattr, self, "_moment")
+                    looking.enter_context(work.hooked(work.see_now(now), points))
+                    looking.enter_context(showing(points, calibration, work, now))
                     if again is not None and not self.solver.solving_needs("outputs"):
-                        looking.enter_context(self._until_seen(part.root, calibration))
+                        looking.enter_context(self._until_seen(part.root, calibration, points))
                     for turn in range(work.passes):
                         outputs = (run() for run in self._moments(flow.forwards, turn))
                         if flow.take is None or self.propagate or turn < work.passes - 1:
@@ -174,19 +146,16 @@ class Passes:
         return found
 
     def _beside(
-        self, calibration: Calibration, work: Work, stages: list[list[str]], flow: Flow
+        self, calibration: Calibration, work: Work, stages: list[Stage], flow: Flow
     ) -> None:
         """Show the modules of a layer their inputs, with several batches at once."""
         assert flow.take is not None
-        parts = [[calibration.modules[each] for each in stage] for stage in stages]
+        parts = [stage.called for stage in stages]
         calibration.take_over()
         begun = 0  # batches before those that run
 
-        def see(stage: list[str], turn: int, index: int, x: torch.Tensor) -> None:
-            if turn == 0:
-                calibration.show(stage, x)
-            batch, partial_sum = self.places[begun + index]
-            work.show(stage, x, Moment(batch, partial_sum, turn))
+        def see(stage: Stage, turn: int, index: int, x: Any) -> None:
+            stage.show(x, calibration, work, Moment(*self.places[begun + index], turn))
 
         def outputs(turn: int, last: bool) -> Generator[torch.Tensor, None, None]:
             nonlocal begun
@@ -216,13 +185,11 @@ class Passes:
 
     # -- in stages ----------------------------------------------------------------------------
 
-    def _in_stages(
-        self, part: Part, flow: Flow, stages: list[list[str]]
-    ) -> dict[str, ModuleResult]:
+    def _in_stages(self, part: Part, flow: Flow, stages: list[Stage]) -> dict[str, ModuleResult]:
         """Solve the modules of a layer in the order of their calls, in a single pass."""
         assert flow.take is not None
         modules = with_schemes(part.root, part.name)
-        parts = [[modules[each] for each in stage] for stage in stages]
+        parts = [stage.called for stage in stages]
         found: dict[str, ModuleResult] = {}
         budget = holding_budget(self.solver.device)
         with (
@@ -232,34 +199,33 @@ class Passes:
         ):
             for index, stage in enumerate(stages):
                 found |= self._stage(part, flow, staged, index, stage)
-                for module in parts[index]:
+                for module in stage.modules.values():
                     solved.enter_context(computing_in(module, self.dtype, scales=True))
-                solved.enter_context(rounded_once(parts[index]))
+                solved.enter_context(rounded_once(stage.modules.values()))
             with contextlib.closing(staged.finish()) as outputs:
                 flow.take(outputs)
         return found
 
     def _stage(
-        self, part: Part, flow: Flow, staged: Staged[Any], index: int, stage: list[str]
+        self, part: Part, flow: Flow, staged: Staged[Any], index: int, stage: Stage
     ) -> dict[str, ModuleResult]:
         """Run all batches up to a stage, and solve its modules."""
         solved: set[str] = set()
-        with Calibration(part.root, part.name, shown=stage) as calibration:
+        routed = stage.names if stage.point is not None else ()
+        with Calibration(part.root, part.name, None, stage.names, routed) as calibration:
             block = self._block(part, calibration, flow, solved)
             work = self.solver.begin(block)
             calibration.take_over()
 
-            def see(index: int, x: torch.Tensor) -> None:
-                calibration.show(stage, x)
-                batch, partial_sum = self.places[index]
-                work.show(stage, x, Moment(batch, partial_sum))
+            def see(index: int, x: Any) -> None:
+                stage.show(x, calibration, work, Moment(*self.places[index]))
 
             staged.run_to(index, see, work.flush)
             found = self.solver.solve(block, work)
             part.changed.update(name for name in solved if not _is_solved(name, calibration))
             return found
 
-    def _stages(self, part: Part, flow: Flow) -> list[list[str]] | None:
+    def _stages(self, part: Part, flow: Flow) -> list[Stage] | None:
         """Return the modules of a layer in the order of their calls; None where hooks are needed.
 
         That is where an algorithm needs more than inputs, where outputs or attention states are
@@ -275,16 +241,20 @@ class Passes:
             return None
         if staged and self.solver.passes > 1:
             return None
-        stages = None
+        stages, points = None, points_of(part.root, modules)
         if self.solver.ranks.is_first:  # who always has a batch
             with computing_in(part.root, self.dtype):  # some read a weight without a call
-                stages = find_stages(modules, flow.forwards[0], flow.tokens[0])
+                stages = find_stages(modules, flow.forwards[0], flow.tokens[0], points)
         stages = self.solver.ranks.broadcast(stages)
         stage_of = {each: i for i, stage in enumerate(stages or ()) for each in stage}
         fused = fused_groups(stage_of)
-        return stages if all(len({stage_of[n] for n in g}) == 1 for g in fused) else None
+        if stages is None or any(len({stage_of[n] for n in g}) > 1 for g in fused):
+            return None
+        return stages_of(stages, modules, points)
 
-    def _until_seen(self, layer: Module, calibration: Calibration) -> Any:
+    def _until_seen(
+        self, layer: Module, calibration: Calibration, points: Mapping[str, Module]
+    ) -> Any:
         """End the first of two passes after the last module to observe, such as `down_proj`.
 
         Outputs, and the states of attention, are seen only when a module has run.
@@ -292,7 +262,7 @@ class Passes:
         inputs = all(base in ("weight", "input") for _, base, _ in calibration.observers())
         if not inputs or not calibration.modules or self.solver.solving_needs("attention"):
             return contextlib.nullcontext()
-        return StopAfter(layer, calibration.modules.values())
+        return StopAfter(layer, [points.get(n, m) for n, m in calibration.modules.items()])
 
 
 def _is_solved(name: str, calibration: Calibration) -> bool:

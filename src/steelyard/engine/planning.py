@@ -13,7 +13,7 @@ from steelyard.distributed import ThreadPool
 from steelyard.engine.run import model_device
 from steelyard.engine.run_options import Options
 from steelyard.engine.stages import BESIDE, holding_budget
-from steelyard.engine.stream_jobs import budget_of, jobs_of, restack
+from steelyard.engine.stream_jobs import budget_of, jobs_of
 from steelyard.model.class_loading import ONLY_TRANSFORMERS
 from steelyard.model.completeness import missing_parts, random_parameters
 from steelyard.model.source import Source
@@ -51,9 +51,9 @@ def plan_run(
 ) -> Plan:
     """Return what the run will do, what cannot work, and what it costs."""
     plan = make_plan(source.model, modifiers=recipe.modifiers)
+    source.restack([planned.name for planned in plan.quantized])
     files = source.shards
     if files is not None and streams(options, recipe, algorithms):
-        restack(files, plan)
         plan.budget = budget_of(files, jobs_of(files, plan))
     with_data = needs_data(algorithms) and options.statistics is None
     plan.errors += _taken_names(plan, source)

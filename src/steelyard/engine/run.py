@@ -21,7 +21,8 @@ from steelyard.distributed import Ranks, ThreadPool, batches_of
 from steelyard.engine.assignment import owners_of
 from steelyard.engine.marks import Marks
 from steelyard.engine.output import Output
-from steelyard.engine.passes import NO_DATA, Flow, Part, Passes
+from steelyard.engine.parts import NO_DATA, Flow, Part
+from steelyard.engine.passes import Passes
 from steelyard.engine.progress import progress
 from steelyard.engine.result import Result
 from steelyard.engine.solving import Solver
@@ -36,7 +37,8 @@ from steelyard.model.blocks import (
 )
 from steelyard.model.forward_errors import WITHOUT_DATA, forward_errors
 from steelyard.model.hidden_states import load_hidden
-from steelyard.model.source import Source, computing_in, fast_dtype
+from steelyard.model.precision import computing_in, fast_dtype
+from steelyard.model.source import Source
 from steelyard.observers.lifecycle import with_schemes
 from steelyard.words import count
 

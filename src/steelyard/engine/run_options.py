@@ -54,6 +54,9 @@ class Options:
     unless an algorithm solves modules on the way; None does so where an algorithm asks for it."""
     uncalibrated: str = "error"
     """What to do with a module that no token reached: error, or weights-only."""
+    moe_calibrate_all_experts: bool = True
+    """Let the ranges of an expert's inputs cover all tokens, not only those that the router sends
+    to it; Hessians and importance are always of its own tokens."""
     save_statistics: str | Path | None = None
     """File for the statistics of all observers: see `steelyard.engine.statistics`."""
     statistics: str | Path | None = None

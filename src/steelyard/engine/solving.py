@@ -21,7 +21,7 @@ from steelyard.engine.result import Result
 from steelyard.engine.statistics import RunStatistics
 from steelyard.errors import CalibrationError
 from steelyard.observers.calibration import Calibration
-from steelyard.observers.lifecycle import observed_tokens
+from steelyard.observers.expert_sharing import share_among_experts, starved_experts
 from steelyard.words import count
 
 __all__ = ["Solver"]
@@ -164,7 +164,9 @@ class Solver:
         work.join()
         work.transform()
         if self.statistics.only:
-            return {name: ModuleResult(None, observed_tokens(m)) for name, m in modules.items()}
+            return {name: ModuleResult(None, calibration.tokens(name)) for name in modules}
+        share_among_experts(calibration)
+        self.result.notes += starved_experts(calibration)
         self._note_unseen(calibration)
         known = len(self.result.notes)
         found = work.solve()

@@ -22,72 +22,26 @@ import functools
 import inspect
 import itertools
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any, Generic, TypeVar
 
 import psutil
 import torch
 from greenlet import getcurrent, greenlet
-from torch.nn import Linear, Module
+from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
 from steelyard.distributed import ThreadPool
 from steelyard.errors import PipelineError
 
-__all__ = ["BESIDE", "Staged", "at_once", "find_stages", "holding_budget"]
+__all__ = ["BESIDE", "Staged", "at_once", "holding_budget"]
 
 T = TypeVar("T")
 
 BESIDE = 256 << 20
 """Bytes that batches hold which are on their way together, where nothing has to wait for all; more
 where a batch for each thread needs more."""
-
-
-def find_stages(
-    modules: Mapping[str, Module], forward: Callable[[], Any], tokens: int
-) -> list[list[str]] | None:
-    """Return the names of `modules`, those with one input together, in the order of their calls.
-
-    `forward` is run once while the modules give zeros, so that next to nothing is computed.
-
-    None where there are none that hold for all data: unless each module is a Linear that is called
-    once, with all `tokens` of the batch, which of them are called may depend on the data.
-    """
-    if not all(_is_plain(module) for module in modules.values()):
-        return None
-    calls: list[tuple[str, torch.Tensor]] = []
-
-    def stand_in(name: str, module: Any) -> Callable[..., torch.Tensor]:
-        def zeros(*args: Any) -> torch.Tensor:
-            calls.append((name, args[0]))
-            shape = (*args[0].shape[:-1], module.out_features)
-            return torch.zeros(shape, dtype=args[0].dtype, device=args[0].device)
-
-        return zeros
-
-    before = {name: module.__dict__.get("forward") for name, module in modules.items()}
-    try:
-        for name, module in modules.items():
-            module.__dict__["forward"] = stand_in(name, module)
-        forward()
-    finally:
-        for name, module in modules.items():
-            del module.__dict__["forward"]
-            if before[name] is not None:
-                module.__dict__["forward"] = before[name]
-    once = sorted(name for name, _ in calls) == sorted(modules)
-    if not once or any(x.numel() != tokens * x.shape[-1] for _, x in calls):
-        return None
-    stages: dict[int, list[str]] = {}
-    for name, x in calls:  # which keeps them alive, so that no two have the same id
-        stages.setdefault(id(x), []).append(name)
-    return list(stages.values())
-
-
-def _is_plain(module: Module) -> bool:
-    """Whether a module returns a product and nothing else, unlike the routers of some classes."""
-    return isinstance(module, Linear) and type(module).forward is Linear.forward
 
 
 def holding_budget(device: torch.device) -> int:

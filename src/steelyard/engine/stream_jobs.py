@@ -10,7 +10,7 @@ from steelyard.checkpoint.shard_file import HEADER_ROOM, entry_bytes
 from steelyard.fusion import solved_together
 from steelyard.plan.plan import Plan, Planned, search_time
 
-__all__ = ["Job", "budget_of", "jobs_of", "restack", "shards_of"]
+__all__ = ["Job", "budget_of", "jobs_of", "shards_of"]
 
 _LEAST = 128 << 20  # bytes on their way, even where all tensors are small
 _SHARDS = 16  # that a checkpoint is cut into, so that as many ranks can write,
@@ -83,14 +83,6 @@ def shards_of(view: CheckpointView, jobs: Sequence[Job], at_most: int) -> list[l
         nbytes += size
         header += entries
     return shards
-
-
-def restack(view: CheckpointView, plan: Plan) -> None:
-    """Keep stacks of experts as they are stored where no expert is quantized."""
-    planned = {f"{p.name}.weight" for p in plan.quantized}
-    for stack in list(view.stacks):
-        if not planned.intersection(stack.experts):
-            view.restack(stack)
 
 
 def budget_of(view: CheckpointView, jobs: Sequence[Job]) -> int:

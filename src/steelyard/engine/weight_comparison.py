@@ -18,7 +18,7 @@ import torch
 from steelyard.checkpoint import CheckpointView
 from steelyard.engine.progress import progress
 from steelyard.engine.stream import quantize
-from steelyard.engine.stream_jobs import Job, jobs_of, restack
+from steelyard.engine.stream_jobs import Job, jobs_of
 from steelyard.errors import OptionError, PlanError
 from steelyard.kernels.squares import sum_of_squares
 from steelyard.model.source import Source
@@ -176,7 +176,7 @@ def compare(
     for case, plan in zip(cases, plans, strict=True):
         if not case.refused:
             plan.quantized = [_weights_alone(p) for p in plan.quantized]
-            restack(view, plan)
+            source.restack([planned.name for planned in plan.quantized])
     tasks = [
         (case, _jobs(view, plan, wanted))
         for case, plan in zip(cases, plans, strict=True)

@@ -19,7 +19,8 @@ import torch
 from steelyard.errors import NonFiniteError, PipelineError
 from steelyard.evaluate.cost import Costs
 from steelyard.model.blocks import Batch, LayerSequence
-from steelyard.model.source import Source, computing_in
+from steelyard.model.precision import computing_in
+from steelyard.model.source import Source
 
 __all__ = ["DTYPE", "HiddenStates", "LayerwiseModel", "default_memory"]
 

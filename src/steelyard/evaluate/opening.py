@@ -31,7 +31,7 @@ _OF_ACTIVATIONS = re.compile(r"(input|output|q|k|v)_(scale|zero_point|global_sca
 def open_model(model: str | Path, trust_remote_code: bool = False) -> tuple[Source, list[str]]:
     """Return a model from a folder or the hub, and notes on differences from how it is served."""
     folder = model_folder(model)
-    view = DecodedView(folder, cut=False)
+    view = DecodedView(folder)
     skeleton, keys, joined = build_skeleton(folder, view, trust_remote_code)
     source = Source(skeleton, view, keys, joined)
     if view.quantization is None:

@@ -16,12 +16,12 @@ import torch
 from torch.nn import Embedding, Linear, Module, Parameter
 
 from steelyard.checkpoint.view import CheckpointView
+from steelyard.model.matching import is_router
 from steelyard.model.model_class import ModelClass, NoModelClass
 
 __all__ = ["FilesModel"]
 
 _EMBEDDING = re.compile(r"embed|^wte$|^wpe$|relative_attention_bias")
-_ROUTER = re.compile(r"^(gate|router|wg|shared_expert_gate)$")
 _NORM = re.compile(r"norm|^ln_?\d*$|^ln_")
 _TRANSPOSED = {"gpt2", "openai-gpt", "imagegpt", "decision_transformer"}  # Conv1D for Linear
 _TRANSPOSED_LEAF = re.compile(r"^(c_attn|c_proj|c_fc|q_attn)$")
@@ -116,7 +116,7 @@ def _class_of(view: CheckpointView, prefix: str, leaf: str, known: ModelClass | 
         return _class_in(known, known.places[weight].rpartition(".")[0], leaf)
     if _EMBEDDING.search(leaf):
         return Embedding(1, 1, device="meta")
-    if _ROUTER.search(leaf) or ".router." in f".{prefix}.":
+    if is_router(prefix):
         return Router()
     if _NORM.search(leaf):
         return Norm()
@@ -133,7 +133,7 @@ def _class_in(known: ModelClass, name: str, leaf: str) -> Module:
     module = known.modules[name]
     if isinstance(module, Embedding):
         return Embedding(1, 1, device="meta")
-    if _ROUTER.search(leaf):
+    if is_router(leaf):
         return Router()
     if known.is_linear(name):
         return Linear(1, 1, bias=False, device="meta")

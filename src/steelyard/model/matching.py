@@ -6,15 +6,35 @@ matches the output head, whatever the class calls it, unless a target names that
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from compressed_tensors.utils.match import is_match, match_name, match_targets
 from torch.nn import Module
 
-__all__ = ["HEAD", "by_all_names", "matches", "matching_ignore", "matching_targets"]
+__all__ = [
+    "HEAD",
+    "by_all_names",
+    "is_named",
+    "is_router",
+    "matches",
+    "matching_ignore",
+    "matching_targets",
+]
 
 HEAD = "lm_head"
+_ROUTER = re.compile(r"(^|\.)(gate|router|wg|shared_expert_gate)$|(^|\.)router\.")
+
+
+def is_router(name: str) -> bool:
+    """Whether a module sends tokens to experts: small, and sensitive to quantization."""
+    return _ROUTER.search(name) is not None
+
+
+def is_named(model: Any, name: str, targets: Sequence[str]) -> bool:
+    """Whether one of the targets matches the name of a module, not only its class."""
+    return any(_names_it(_names(model, name), target) for target in targets)
 
 
 def matches(model: Any, name: str, module: Module, pattern: str) -> bool:

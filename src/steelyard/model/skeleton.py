@@ -21,6 +21,7 @@ from steelyard.foreign import reason_of, show
 from steelyard.model.forward_errors import WITHOUT_DATA
 from steelyard.model.meta_parameters import parameters_on_meta
 from steelyard.model.model_class import ModelClass
+from steelyard.model.unstacking import unstack
 
 __all__ = ["build_skeleton", "encoder_refusal", "own_buffers", "parts_of", "saved_as"]
 
@@ -33,14 +34,17 @@ def build_skeleton(
 ) -> tuple[Any, dict[str, str], dict[str, list[str]]]:
     """Return the model, its tensors with one name in the files, and those joined from several.
 
-    A model that cannot be filled tensor by tensor is loaded as a whole.
+    Stacked experts become Linear layers, each with tensors of its own. A model that cannot be
+    filled tensor by tensor is loaded as a whole.
     """
     if refusal := encoder_refusal(shards.config, str(shards.config.get("model_type"))):
         raise PipelineError(refusal)
     skeleton = _skeleton(folder, shards, trust_remote_code)
-    keys, joined, missing = _keys(skeleton, shards)
+    stored = {tensor: name for stack in unstack(skeleton) for tensor, name in stack.keys.items()}
+    keys, joined, missing = _keys(skeleton, shards, stored)
     if missing:
         skeleton = _load_converted(folder, shards, skeleton, trust_remote_code)
+        unstack(skeleton)
     _take_types(skeleton, keys, shards)
     _fill_buffers(skeleton, keys, shards)
     return skeleton.eval(), keys, joined
@@ -101,10 +105,14 @@ def _check_layers(shards: CheckpointView) -> None:
             )
 
 
-def _keys(model: Any, shards: Shards) -> tuple[dict[str, str], dict[str, list[str]], list[str]]:
+def _keys(
+    model: Any, shards: Shards, stored: Mapping[str, str]
+) -> tuple[dict[str, str], dict[str, list[str]], list[str]]:
     """Map the tensors of the model to their names in the files.
 
     Return those with one name, those joined from several, and those without a name.
+
+    stored: tensors of experts -> the names that transformers would save them as
     """
     prefix = f"{model.base_model_prefix}."
     tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
@@ -114,7 +122,8 @@ def _keys(model: Any, shards: Shards) -> tuple[dict[str, str], dict[str, list[st
     renamed: dict[str, str] = {}  # tensors that the class loads under other names than it saves
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, tensor in {**parameters, **dict(_persistent_buffers(model))}.items():
-        names = [name, name.removeprefix(prefix), f"{prefix}{name}"]
+        usual = stored.get(name, name)
+        names = [name, usual, usual.removeprefix(prefix), f"{prefix}{usual}"]
         found = next((n for n in names if n in shards), None)
         if found is not None:
             keys[name] = found

@@ -11,13 +11,11 @@ import contextlib
 import ctypes
 import functools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from compressed_tensors.quantization import QuantizationStatus
-from compressed_tensors.quantization.lifecycle.forward import forward_quantize
 from torch.nn import Module, Parameter
 
 from steelyard.checkpoint import CheckpointView
@@ -25,9 +23,11 @@ from steelyard.errors import PipelineError
 from steelyard.model.file_modules import FilesModel
 from steelyard.model.model_class import ModelClass, NoModelClass
 from steelyard.model.model_folder import model_folder
+from steelyard.model.restoring import restored_on_error
 from steelyard.model.skeleton import build_skeleton, parts_of
+from steelyard.model.unstacking import Unstacked, unstack
 
-__all__ = ["Source", "computing_in", "fast_dtype", "rounded_once"]
+__all__ = ["Source"]
 
 
 class Source:
@@ -50,6 +50,7 @@ class Source:
         self.shards = shards
         self.keys = keys or {}
         self.joined = joined or {}
+        self._stacks: list[Unstacked] = []  # of a loaded module
 
     @property
     def in_memory(self) -> bool:
@@ -64,7 +65,7 @@ class Source:
             _check_module(model)
             return cls(model)
         folder = model_folder(model, revision)
-        shards = CheckpointView(folder, cut=False)
+        shards = CheckpointView(folder)
         skeleton, keys, joined = build_skeleton(folder, shards, trust_remote_code)
         return cls(skeleton, shards, keys, joined)
 
@@ -73,6 +74,39 @@ class Source:
         """Open a folder, or a name on the hub, without building its model class."""
         view = CheckpointView(model_folder(model, revision))
         return cls(FilesModel(view), view, {name: name for name in view.names()})
+
+    # -- experts ------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def unstacked(self) -> Iterator[None]:
+        """Let a loaded module have Linear layers for stacked experts; an error undoes it.
+
+        The skeleton of a folder has them from the start.
+        """
+        if self.shards is not None:
+            yield
+            return
+        with restored_on_error(self.model):
+            self._stacks = unstack(self.model)
+            self.keys |= {own: name for stack in self._stacks for own, name in stack.keys.items()}
+            yield
+
+    def restack(self, quantized: Collection[str]) -> None:
+        """Keep stacks of experts as they are where no expert is quantized.
+
+        quantized: names of modules
+        """
+        if self.shards is not None:
+            keys = {self.key(f"{name}.weight") for name in quantized}
+            for stored in list(self.shards.stacks):
+                if not keys.intersection(stored.experts):
+                    self.shards.restack(stored)
+        for stack in list(self._stacks):
+            if not any(name.startswith(f"{stack.name}.") for name in quantized):
+                stack.put_back()
+                self._stacks.remove(stack)
+                for own in stack.keys:
+                    del self.keys[own]
 
     @property
     def origin(self) -> Path | None:
@@ -103,6 +137,8 @@ class Source:
     def unknown(self) -> list[str]:
         """Return the tensors of the files that the model class does not have."""
         known = {*self.keys.values(), *(name for names in self.joined.values() for name in names)}
+        if self.shards is not None:
+            known |= {stack.name for stack in self.shards.restacked}
         return [] if self.shards is None else [n for n in self.shards.names() if n not in known]
 
     @functools.cached_property
@@ -210,70 +246,6 @@ class Source:
         for original, part in parts_of(self.model, name, whole).items():
             part.copy_(self.shards.read(original))  # a view of the whole
         return whole
-
-
-@contextlib.contextmanager
-def computing_in(
-    module: Module,
-    dtype: torch.dtype | None,
-    scales: bool = False,
-    without: Iterable[Module] = (),
-) -> Iterator[None]:
-    """Cast the parameters of `module` to a wider type inside the context, and restore them after.
-
-    dtype:   None casts nothing
-    scales:  cast quantization parameters too
-    without: modules within it that are not cast
-    """
-    excluded = {parameter for each in without for parameter in each.parameters()}
-    kept: list[tuple[Parameter, torch.Tensor]] = []
-    try:
-        for name, parameter in module.named_parameters() if dtype is not None else ():
-            assert dtype is not None
-            real = parameter.device.type != "meta" and parameter.is_floating_point()
-            fixed = name.endswith(("_scale", "_zero_point")) and not scales
-            keep = fixed or parameter in excluded
-            if real and parameter.dtype.itemsize < dtype.itemsize and not keep:
-                kept.append((parameter, parameter.data))
-                parameter.data = parameter.data.to(dtype)
-        yield
-    finally:
-        for parameter, data in kept:
-            parameter.data = data
-
-
-@contextlib.contextmanager
-def rounded_once(modules: Iterable[Module]) -> Iterator[None]:
-    """Replace the weights of `modules` by their quantized values inside the context.
-
-    A call then rounds and changes nothing, so several threads can call a module at once.
-    """
-    kept: list[tuple[Any, torch.Tensor, Any]] = []
-    try:
-        for module in modules:
-            each: Any = module
-            args = each.quantization_scheme.weights
-            if args is None or "weight" not in each._parameters:
-                continue
-            kept.append((each, each.weight.data, each.quantization_status))
-            each.weight.data = forward_quantize(each, each.weight.data, "weight", args)
-            each.quantization_status = QuantizationStatus.COMPRESSED  # no rounding in forward
-        yield
-    finally:
-        for each, data, status in kept:
-            each.weight.data = data
-            each.quantization_status = status
-
-
-def fast_dtype(stored: torch.dtype, device: torch.device) -> torch.dtype | None:
-    """Return a wider type that makes a forward pass faster: fp32 on a CPU without matrix units.
-
-    None: compute in the stored type.
-    """
-    if device.type != "cpu" or stored.itemsize >= torch.float32.itemsize:
-        return None
-    has_tiles = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    return None if stored == torch.bfloat16 and has_tiles() else torch.float32
 
 
 def _return_memory() -> None:

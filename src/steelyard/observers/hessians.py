@@ -4,12 +4,16 @@ Layers that are called with the same tensor (q, k and v; gate and up) share one 
 pass finds out which do, and that must not change afterwards. Each rank gathers its own batches, and
 `join` adds their partial sums in the fixed order of `kernels.partial_sums`, whatever the number of
 ranks. Several threads add to a matrix, each to its own slabs.
+
+Experts see only the tokens that a router sends them, each with a weight, whose square counts. Those
+of a layer are completed by the statistics of all of them: `kernels.shrinkage`.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,15 +21,18 @@ from torch.nn import Module
 
 from steelyard.distributed import Ranks, ThreadPool, assign, partial_sums_of, sendable
 from steelyard.errors import CalibrationError
+from steelyard.fusion import expert_groups
 from steelyard.kernels.hessian import accumulate, empty_slab, slab_starts, symmetric
 from steelyard.kernels.partial_sums import FixedOrderSum, Partial
+from steelyard.kernels.shrinkage import isotropic, prior_factor, prior_tokens
 from steelyard.observers.padding import real_tokens
 
 __all__ = ["Hessians"]
 
 sendable(Partial)
 
-Term = tuple[int, torch.Tensor]  # number of the partial sum, and inputs (tokens, columns)
+# number of the partial sum, inputs (tokens, columns), and weights (tokens,)
+Term = tuple[int, torch.Tensor, torch.Tensor | None]
 
 
 class _Hessian:
@@ -40,6 +47,7 @@ class _Hessian:
         ]
         self.tokens = 0
         self.last: torch.Tensor | None = None  # the last input
+        self.prior: _Prior | None = None
         self._whole: torch.Tensor | None = None
 
     def add(self, terms: Sequence[Term], pool: ThreadPool) -> None:
@@ -51,17 +59,39 @@ class _Hessian:
         pool.do((i, functools.partial(self._add, s, terms)) for i, s in enumerate(parts) if s)
 
     def _add(self, slabs: Sequence[FixedOrderSum], terms: Iterable[Term]) -> None:
-        for number, x in terms:
+        for number, x, weights in terms:
             wide = x.to(self.device, torch.float32)  # one at a time: it may be a copy
+            if weights is not None:
+                wide = wide * weights.to(self.device, torch.float32)[:, None]
             for slab in slabs:
                 accumulate(slab.partial_sum(number), wide)
+
+    def totals(self) -> list[torch.Tensor]:
+        """Return the slabs of the sum over all tokens, after the last input."""
+        return [slab.total() for slab in self.slabs]
+
+    def diagonal(self) -> torch.Tensor:
+        """Return the diagonal of the sum over all tokens, after the last input."""
+        return torch.cat([slab.diagonal() for slab in self.totals()])
 
     def whole(self) -> torch.Tensor:
         """Return the matrix, (columns, columns), after the last input; frees the slabs."""
         if self._whole is None:
-            self._whole = symmetric([slab.total() for slab in self.slabs]).to(self.device)
+            slabs = self.totals()
+            if self.prior is not None:
+                for slab, prior in zip(slabs, self.prior.slabs, strict=True):
+                    slab.add_(prior)
+            self._whole = symmetric(slabs).to(self.device)
             self.slabs.clear()
         return self._whole
+
+
+@dataclass(frozen=True)
+class _Prior:
+    """What the layer adds to the Hessian of an expert, and how many tokens it is worth."""
+
+    slabs: list[torch.Tensor]
+    tokens: int
 
 
 class Hessians:
@@ -88,14 +118,22 @@ class Hessians:
         self._hessians: dict[str, _Hessian] = {}
         self._latest: _Hessian | None = None
 
-    def see(self, names: Iterable[str], x: torch.Tensor, partial_sum: int = 0) -> None:
+    def see(
+        self,
+        names: Iterable[str],
+        x: torch.Tensor,
+        partial_sum: int = 0,
+        weights: torch.Tensor | None = None,
+    ) -> None:
         """Note the common input of modules; `flush` adds it.
 
         partial_sum: number of the one that the batch belongs to; see `kernels.partial_sums`
+        weights:     (tokens,), by which a router multiplies the outputs; None for 1
         """
         for name in names:
             if name in self.modules and (hessian := self._to_add(name, x)) is not None:
-                self._noted.setdefault(hessian, []).append(self._term(hessian, x, partial_sum))
+                term = self._term(hessian, x, partial_sum, weights)
+                self._noted.setdefault(hessian, []).append(term)
 
     @torch.no_grad()
     def flush(self) -> None:
@@ -131,10 +169,12 @@ class Hessians:
         self._latest = hessian
         return hessian
 
-    def _term(self, hessian: _Hessian, x: torch.Tensor, partial_sum: int) -> Term:
+    def _term(
+        self, hessian: _Hessian, x: torch.Tensor, partial_sum: int, weights: torch.Tensor | None
+    ) -> Term:
         real = real_tokens(x, "input").detach().reshape(-1, x.shape[-1])
         hessian.tokens += len(real)
-        return partial_sum, real
+        return partial_sum, real, weights
 
     def _owner(self, hessian: _Hessian) -> str:
         return next(name for name, each in self._hessians.items() if each is hessian)
@@ -171,6 +211,43 @@ class Hessians:
                             slab.extend(part)
             self._hessians.update(dict.fromkeys(names, whole))
 
+    def shrink(self, owners: Mapping[str, int]) -> None:
+        """Complete the Hessians of experts by that of their layer, after `join`.
+
+        owners: the rank that has a module's Hessian
+        """
+        for group in expert_groups(self.modules):
+            reached = [n[0] for n in group.experts.values() if self.tokens(n[0])]
+            if not reached:
+                continue
+            columns, total = self.columns(reached[0]), sum(map(self.tokens, reached))
+            prior = self._prior(reached, owners, group.inner, prior_factor(columns, total))
+            for names in group.experts.values():
+                hessian = self._hessians.get(names[0])
+                if hessian is None:
+                    hessian = _Hessian(columns, self._device(names[0]), 0)
+                hessian.prior = _Prior(prior, prior_tokens(columns))
+                self._hessians.update(dict.fromkeys(names, hessian))
+
+    def _prior(
+        self, names: Sequence[str], owners: Mapping[str, int], inner: bool, factor: float
+    ) -> list[torch.Tensor]:
+        """Return the sum of Hessians, times a factor, in slabs; of inner channels its diagonal."""
+        total: list[torch.Tensor] = []
+        for name in names:  # in one order on all ranks
+            found = self._hessians[name].totals() if owners.get(name, 0) == self.ranks.rank else []
+            if self.ranks.count > 1:
+                found = self.ranks.broadcast([s.cpu() for s in found], owners.get(name, 0))
+            if not total:
+                total = [torch.zeros_like(slab) for slab in found]
+            for one, other in zip(total, found, strict=True):
+                one.add_(other.to(one.device), alpha=factor)
+        if inner:
+            mean = isotropic(torch.cat([slab.diagonal() for slab in total]))
+            for slab in total:
+                slab.zero_().diagonal().fill_(float(mean[0]))
+        return [slab.to(self._device(names[0])) for slab in total]
+
     def _described(self) -> dict[tuple[str, ...], tuple[int, int]]:
         hessians: dict[int, list[str]] = {}
         for name, hessian in self._hessians.items():
@@ -186,9 +263,13 @@ class Hessians:
         weight: Any = self.modules[name].weight
         return int(weight.shape[1])
 
-    def diagonal(self, name: str) -> torch.Tensor:
-        """Return the sum of x^2 of each input channel."""
-        return self._hessians[name].whole().diagonal().clone()
+    def importance(self, name: str) -> tuple[torch.Tensor, int] | None:
+        """Return the sum of x^2 of each input channel, and of how many tokens; None for none."""
+        hessian = self._hessians.get(name)
+        if hessian is None:
+            return None
+        tokens = hessian.tokens + (hessian.prior.tokens if hessian.prior is not None else 0)
+        return (hessian.whole().diagonal().clone(), tokens) if tokens else None
 
     def hessian(self, name: str) -> torch.Tensor:
         """Return H of a module, (columns, columns) fp32; all zero if no token reached it."""

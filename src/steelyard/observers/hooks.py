@@ -50,10 +50,13 @@ def calibrate_value_hook(module: Module, value_states: torch.Tensor) -> None:
     _observe(module, "v", value_states)
 
 
-def register_hooks(module: Module) -> list[RemovableHandle]:
-    """Register the hooks that the observers on `module` need."""
+def register_hooks(module: Module, inputs: bool = True) -> list[RemovableHandle]:
+    """Register the hooks that the observers on `module` need.
+
+    inputs: whether inputs are observed by a hook
+    """
     handles: list[RemovableHandle] = []
-    if observer_of(module, "input") is not None:
+    if inputs and observer_of(module, "input") is not None:
         handles.append(module.register_forward_pre_hook(calibrate_input_hook))
     if observer_of(module, "output") is not None:
         handles.append(module.register_forward_hook(calibrate_output_hook))

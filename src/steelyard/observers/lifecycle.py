@@ -12,7 +12,7 @@ hook is left, and a module whose calibration did not finish is as it was before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -50,6 +50,7 @@ class Calibration:
     prefix:  the name of `root` within its model, for messages
     without: a module within `root` whose own modules are skipped
     shown:   only these modules, by name; not hooks, but `show` tells of their inputs
+    routed:  experts: `show` tells of their inputs, whatever the others have
     """
 
     def __init__(
@@ -58,12 +59,15 @@ class Calibration:
         prefix: str = "",
         without: Module | None = None,
         shown: Collection[str] | None = None,
+        routed: Collection[str] = (),
     ) -> None:
         self.root = root
         self.modules = with_schemes(root, prefix, without)
         if shown is not None:
             self.modules = {name: self.modules[name] for name in shown}
         self._hooks = shown is None
+        self.routed = [name for name in routed if name in self.modules]
+        self._tokens: dict[str, int] = {}  # that were routed to each expert
         self._weighing: dict[str, ImportanceObserver] = {}  # among those shown
         self._stopped: dict[str, ImportanceObserver] = {}  # whose importance the caller adds
         self._weighed: set[str] | None = None  # those that may; None for all
@@ -86,7 +90,7 @@ class Calibration:
                     if observer is not None:
                         observer.module_name = name
                 if self._hooks:
-                    self._handles += register_hooks(module)
+                    self._handles += register_hooks(module, name not in self.routed)
                 apply_calibration_status(module)
                 disable_quantization(module)
             fuse_weight_observers(self.root)
@@ -103,6 +107,14 @@ class Calibration:
                 if observer is not None:
                     yield name, base_name, observer
 
+    def gathering(self) -> dict[str, ImportanceObserver]:
+        """Return the observers of importance to which nobody else adds it, by module."""
+        return {
+            name: observer
+            for name, _, observer in self.observers()
+            if isinstance(observer, ImportanceObserver) and name not in self._stopped
+        }
+
     def weigh(self, names: Iterable[str]) -> None:
         """Let the weight observers of these modules weight columns, in addition to earlier ones."""
         self._weighed = {*(self._weighed or ()), *names}
@@ -118,8 +130,12 @@ class Calibration:
                 self._stopped.pop(name, None)
 
     def take_over(self) -> None:
-        """Let `show` gather importance, instead of the observers' own hooks."""
-        self._weighing.update(self._stop_gathering(self.modules))
+        """Let `show` gather importance, instead of the observers' own hooks.
+
+        With hooks, for experts alone.
+        """
+        names = self.routed if self._hooks else list(self.modules)
+        self._weighing.update(self._stop_gathering(names))
 
     def stop_gathering(self, names: Iterable[str]) -> None:
         """Stop observers from gathering importance; `add_importance` gives it to them."""
@@ -132,25 +148,55 @@ class Calibration:
             if isinstance(observer, ImportanceObserver) and observer.stop_gathering(module):
                 yield name, observer
 
-    def add_importance(self, name: str, squares: Callable[[], torch.Tensor], tokens: int) -> None:
+    def add_importance(
+        self, name: str, importance: Callable[[], tuple[torch.Tensor, int] | None]
+    ) -> None:
         """Add importance to an observer that was stopped from gathering.
 
-        squares: returns the sum of x^2 of each input channel
+        importance: returns the sum of x^2 of each input channel, and the number of tokens
         """
-        if name in self._stopped:
-            self._stopped[name].add_importance(squares(), tokens)
+        if name in self._stopped and (sums := importance()) is not None:
+            self._stopped[name].add_importance(*sums)
 
     def show(self, names: Iterable[str], x: torch.Tensor) -> None:
         """Pass the common input of modules to the observers of inputs and of importance."""
+        self.show_range(names, x)
+        self._show_importance(names, real_tokens(x, "input"))
+
+    def show_routed(
+        self, names: Sequence[str], x: torch.Tensor | None, weights: torch.Tensor | None
+    ) -> None:
+        """Pass the tokens of an expert, without padding, to the observers of importance.
+
+        x:       None where the router sent none
+        weights: (tokens,), by which the output of the expert is multiplied; None for 1
+        """
+        for name in names:
+            self._tokens[name] = self._tokens.get(name, 0) + (0 if x is None else len(x))
+        if x is not None:
+            self._show_importance(names, x if weights is None else x * weights[:, None])
+
+    def show_range(self, names: Iterable[str], x: torch.Tensor) -> None:
+        """Pass the common input of modules to the observers of inputs alone."""
         for name in names:
             if observer_of(self.modules[name], "input") is not None:
                 calibrate_input_hook(self.modules[name], (x,))
+
+    def observes_inputs(self, names: Iterable[str]) -> bool:
+        return any(observer_of(self.modules[name], "input") is not None for name in names)
+
+    def _show_importance(self, names: Iterable[str], x: torch.Tensor) -> None:
         weighing = [self._weighing[name] for name in names if name in self._weighing]
-        real = real_tokens(x, "input") if weighing else x
-        if weighing and real.numel():
-            squares = sum_of_squares(real)
+        if weighing and x.numel():
+            squares = sum_of_squares(x)
             for observer in weighing:
-                observer.add_importance(squares, real.numel() // real.shape[-1])
+                observer.add_importance(squares, x.numel() // x.shape[-1])
+
+    def tokens(self, name: str) -> int:
+        """Return how many tokens reached a module; for experts those that were routed to it."""
+        if name in self._tokens:
+            return self._tokens[name]
+        return observed_tokens(self.modules[name])
 
     def unseen(self) -> list[str]:
         """Return the modules with static activations of which none were observed."""
@@ -173,6 +219,9 @@ class Calibration:
         ranks = ranks or Ranks.current()
         if ranks.count == 1:
             return
+        tokens = ranks.gather(self._tokens)
+        names = dict.fromkeys(name for each in tokens for name in each)
+        self._tokens = {name: sum(each.get(name, 0) for each in tokens) for name in names}
         observers = [observer for _, _, observer in self.observers()]
         gathered = ranks.gather([state_of(observer) for observer in observers])
         for observer, *states in zip(observers, *gathered, strict=True):

@@ -12,7 +12,7 @@ from contextvars import ContextVar
 
 import torch
 
-__all__ = ["real_tokens", "without_padding"]
+__all__ = ["padding_mask", "real_tokens", "without_padding"]
 
 _mask: ContextVar[torch.Tensor | None] = ContextVar("padding", default=None)
 
@@ -30,6 +30,11 @@ def without_padding(mask: torch.Tensor | None) -> Iterator[None]:
         yield
     finally:
         _mask.reset(token)
+
+
+def padding_mask() -> torch.Tensor | None:
+    """Return the mask of the batch that runs, True where a token is real; None for all."""
+    return _mask.get()
 
 
 def real_tokens(value: torch.Tensor, base_name: str) -> torch.Tensor:

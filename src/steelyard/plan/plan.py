@@ -21,6 +21,7 @@ from steelyard.errors import PlanError
 from steelyard.foreign import printable
 from steelyard.formats import TensorSpec, expected_tensors, format_of
 from steelyard.model.attention import attention_group, cached_attention
+from steelyard.model.matching import is_named, is_router
 from steelyard.modifiers import Modifier
 from steelyard.names import WEIGHT_OBSERVER
 from steelyard.observers import Observer
@@ -32,6 +33,8 @@ __all__ = ["Left", "Plan", "Planned", "make_plan", "search_time"]
 
 # For the estimate: products per second and thread, bytes per second of a disk.
 _FLOPS, _DISK = 4e10, 5e8
+_UNCALLED = "MultiheadAttention does not call it, but reads its weight"
+_ROUTES = "sends tokens to experts; a target that names it would quantize it"
 
 
 @dataclass(frozen=True)
@@ -164,6 +167,9 @@ def make_plan(
     for name, module in model.named_modules():
         matches = [claim.match(model, name, module) for claim in claims]
         taken = [match for match in matches if match.taken]
+        routes = isinstance(module, Linear) and is_router(name)
+        if routes:  # target Linear means what it computes with, not where tokens go
+            taken = [match for match in taken if is_named(model, name, match.hits)]
         if len(taken) > 1 and isinstance(module, (Linear, Embedding)):
             labels = (taken[0].claim.label, taken[1].claim.label)
             shared.setdefault(labels, []).append(name)
@@ -181,7 +187,8 @@ def make_plan(
         else:
             hits = [hit for match in matches for hit in match.hits]
             ignored = next((m.ignored for m in matches if m.ignored is not None), None)
-            plan.left += _left(name, module, hits, ignored, owners, module in uncalled)
+            why = _UNCALLED if module in uncalled else _ROUTES if routes else None
+            plan.left += _left(name, module, hits, ignored, owners, why)
         for parameter in module._parameters.values():
             owners.setdefault(id(parameter), name)
     plan.config = merged_config(model, claims, {p.name: p.group for p in plan.quantized})
@@ -233,7 +240,7 @@ def _left(
     hits: list[str],
     ignored: str | None,
     owners: dict[int, str],
-    uncalled: bool,
+    why: str | None,
 ) -> Iterator[Left]:
     for leaf, parameter in module._parameters.items():
         if parameter is None or parameter.ndim < 2:
@@ -246,8 +253,8 @@ def _left(
             reason = f"a {parameter.ndim}-D parameter; only 2-D weights of Linear are quantized"
         elif ignored is not None:
             reason = f"ignored by {ignored!r}"
-        elif uncalled:
-            reason = "MultiheadAttention does not call it, but reads its weight"
+        elif why is not None and hits:
+            reason = why
         elif hits:
             reason = f"{type(module).__name__} is not a Linear or Embedding"
         else:

@@ -42,4 +42,6 @@ def _stored(source: Source) -> dict[str, TensorSpec]:
     model: Any = source.model
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     meta = {n: t.to("meta") for n, t in model.state_dict().items() if n not in tied}
-    return {n: (t.dtype, tuple(t.shape)) for n, t in saved_as(model, meta).items()}
+    known = {source.keys[n]: meta.pop(n) for n in list(meta) if n in source.keys}
+    stored = {**known, **saved_as(model, meta)}
+    return {n: (t.dtype, tuple(t.shape)) for n, t in stored.items()}

@@ -23,6 +23,7 @@ from steelyard.modifiers import Modifier
 from steelyard.observers.helpers import check_strategy
 from steelyard.observers.type_checks import check_type
 from steelyard.plan.divisibility import indivisible_blocks, indivisible_groups
+from steelyard.plan.experts import expert_problems
 from steelyard.plan.unmatched import unmatched_ignores, unmatched_targets
 from steelyard.words import count
 
@@ -54,6 +55,7 @@ def errors_of(
         yield from modifier.checks(plan, model)
     yield from unmatched_targets(named, targets)
     yield from unmatched_ignores(named, ignores)
+    yield from expert_problems(modules, plan)
     yield from _unstorable(plan)
     yield from _inputs_alone(plan)
     yield from _unsupported_attention(plan, model, modules)

@@ -1,0 +1,112 @@
+"""Shows observers and algorithms what flows into the modules of a block.
+
+Most modules are called with one tensor, alone or with others. Experts get theirs at a
+`RoutingPoint`: each its own tokens with their weights, and for ranges all tokens of the batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.nn import Module
+
+from steelyard.engine.block_work import Moment, Work
+from steelyard.observers.calibration import Calibration
+from steelyard.observers.padding import without_padding
+from steelyard.observers.routing import RoutedInputs, RoutingPoint, routing_points
+
+__all__ = ["Stage", "points_of", "showing", "stages_of"]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Modules that get their inputs at one time.
+
+    point: where experts do; None for modules that are called with one tensor
+    """
+
+    modules: Mapping[str, Module]
+    point: RoutingPoint | None = None
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.modules)
+
+    @property
+    def called(self) -> list[Module]:
+        """The modules whose calls show the input."""
+        return list(self.modules.values()) if self.point is None else [self.point]
+
+    def show(self, value: Any, calibration: Calibration, work: Work, moment: Moment) -> None:
+        """Show what a batch has there; of experts, `Work.flush` has been called."""
+        if self.point is not None:
+            self._show_routed(value, calibration, work, moment)
+            return
+        if moment.turn == 0:
+            calibration.show(self.names, value)
+        work.show(self.names, value, moment)
+
+    def _show_routed(
+        self, inputs: RoutedInputs, calibration: Calibration, work: Work, moment: Moment
+    ) -> None:
+        assert self.point is not None
+        known = {module: name for name, module in self.modules.items()}
+        with without_padding(None):  # the inputs come without
+            for number, linears in enumerate(self.point.linears):
+                names = [known[linear] for linear in linears if linear in known]
+                if not names:
+                    continue
+                x, weights = inputs.tokens(number), inputs.weights(number)
+                if moment.turn == 0:
+                    calibration.show_routed(names, x, weights)
+                    if calibration.observes_inputs(names):
+                        seen = x if inputs.everyone is None else inputs.everyone(number)
+                        if seen is not None:
+                            calibration.show_range(names, seen)
+                if x is not None:
+                    work.show(names, x, moment, weights)
+            work.flush()  # what the experts of a batch see takes more memory than the batch
+
+
+def points_of(root: Module, modules: Mapping[str, Module]) -> dict[str, RoutingPoint]:
+    """Return for each of the modules that is part of an expert where it gets its input."""
+    points = {
+        linear: point
+        for point in routing_points(root)
+        for linears in point.linears
+        for linear in linears
+    }
+    return {name: points[module] for name, module in modules.items() if module in points}
+
+
+def stages_of(
+    names: Sequence[Sequence[str]],
+    modules: Mapping[str, Module],
+    points: Mapping[str, RoutingPoint],
+) -> list[Stage]:
+    """Return the stages of a block, given the names of the modules of each."""
+    return [Stage({n: modules[n] for n in stage}, points.get(stage[0])) for stage in names]
+
+
+@contextlib.contextmanager
+def showing(
+    points: Mapping[str, RoutingPoint],
+    calibration: Calibration,
+    work: Work,
+    moment: Callable[[], Moment],
+) -> Iterator[None]:
+    """Show the inputs of experts whenever a batch comes to them."""
+    calibration.take_over()
+    with contextlib.ExitStack() as hooks:
+        for point in dict.fromkeys(points.values()):
+            modules = {n: calibration.modules[n] for n, each in points.items() if each is point}
+            stage = Stage(modules, point)
+
+            def show(_module: Module, args: tuple[Any, ...], stage: Stage = stage) -> None:
+                stage.show(args[0], calibration, work, moment())
+
+            hooks.callback(point.register_forward_pre_hook(show).remove)
+        yield

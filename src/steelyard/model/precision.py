@@ -1,0 +1,78 @@
+"""The type that a model computes in, which need not be the one that its weights are stored in."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from compressed_tensors.quantization import QuantizationStatus
+from compressed_tensors.quantization.lifecycle.forward import forward_quantize
+from torch.nn import Module, Parameter
+
+__all__ = ["computing_in", "fast_dtype", "rounded_once"]
+
+
+@contextlib.contextmanager
+def computing_in(
+    module: Module,
+    dtype: torch.dtype | None,
+    scales: bool = False,
+    without: Iterable[Module] = (),
+) -> Iterator[None]:
+    """Cast the parameters of `module` to a wider type inside the context, and restore them after.
+
+    dtype:   None casts nothing
+    scales:  cast quantization parameters too
+    without: modules within it that are not cast
+    """
+    excluded = {parameter for each in without for parameter in each.parameters()}
+    kept: list[tuple[Parameter, torch.Tensor]] = []
+    try:
+        for name, parameter in module.named_parameters() if dtype is not None else ():
+            assert dtype is not None
+            real = parameter.device.type != "meta" and parameter.is_floating_point()
+            fixed = name.endswith(("_scale", "_zero_point")) and not scales
+            keep = fixed or parameter in excluded
+            if real and parameter.dtype.itemsize < dtype.itemsize and not keep:
+                kept.append((parameter, parameter.data))
+                parameter.data = parameter.data.to(dtype)
+        yield
+    finally:
+        for parameter, data in kept:
+            parameter.data = data
+
+
+@contextlib.contextmanager
+def rounded_once(modules: Iterable[Module]) -> Iterator[None]:
+    """Replace the weights of `modules` by their quantized values inside the context.
+
+    A call then rounds and changes nothing, so several threads can call a module at once.
+    """
+    kept: list[tuple[Any, torch.Tensor, Any]] = []
+    try:
+        for module in modules:
+            each: Any = module
+            args = each.quantization_scheme.weights
+            if args is None or "weight" not in each._parameters:
+                continue
+            kept.append((each, each.weight.data, each.quantization_status))
+            each.weight.data = forward_quantize(each, each.weight.data, "weight", args)
+            each.quantization_status = QuantizationStatus.COMPRESSED  # no rounding in forward
+        yield
+    finally:
+        for each, data, status in kept:
+            each.weight.data = data
+            each.quantization_status = status
+
+
+def fast_dtype(stored: torch.dtype, device: torch.device) -> torch.dtype | None:
+    """Return a wider type that makes a forward pass faster: fp32 on a CPU without matrix units.
+
+    None: compute in the stored type.
+    """
+    if device.type != "cpu" or stored.itemsize >= torch.float32.itemsize:
+        return None
+    has_tiles = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    return None if stored == torch.bfloat16 and has_tiles() else torch.float32

@@ -1,0 +1,50 @@
+"""Recipes for experts that no server can load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from torch.nn import Linear, Module
+
+from steelyard.fusion import expert_groups
+
+if TYPE_CHECKING:
+    from steelyard.plan.plan import Plan
+
+__all__ = ["expert_problems"]
+
+
+def expert_problems(modules: Mapping[str, Module], plan: Plan) -> Iterator[str]:
+    """Yield layers whose experts have a bias, or are not quantized alike.
+
+    vLLM stacks the experts of a layer. It takes the scheme of the first one for all, and has no
+    bias for them but in the MXFP4 of gpt-oss, which is not a format of compressed-tensors.
+    """
+    groups = {planned.name: planned.group for planned in plan.quantized}
+    layers: dict[str, list[str]] = {}
+    for group in expert_groups(n for n, m in modules.items() if isinstance(m, Linear)):
+        layers.setdefault(group.layer, []).extend(group.names)
+    biased = []
+    for layer, names in layers.items():
+        taken = [name for name in names if name in groups]
+        if any(modules[name]._parameters.get("bias") is not None for name in taken):
+            biased.append(layer)
+        elif taken and len(taken) < len(names):
+            other = next(name for name in names if name not in groups)
+            yield (
+                f"{taken[0]} would be quantized but {other} would not, and the server stacks all "
+                f"experts of {layer}: target them all, or ignore them all"
+            )
+        elif len({groups[name] for name in taken}) > 1:
+            yield (
+                f"experts of {layer} belong to different config groups, and the server stacks "
+                "them: give them one"
+            )
+    if biased:
+        more = f" and {len(biased) - 1} more" if len(biased) > 1 else ""
+        yield (
+            f"{biased[0]}{more}: experts with a bias, as in gpt-oss, cannot be served from "
+            "compressed-tensors: vLLM reads them only stacked, in the MXFP4 that the model was "
+            "published in; add 're:.*\\.experts\\..*' to ignore"
+        )
