@@ -14,6 +14,8 @@ from families import FAMILIES, small_model
 from steelyard.evaluate import Evaluation, evaluate, layerwise
 from steelyard.evaluate import divergence as compare
 from steelyard.evaluate.layerwise import LayerwiseModel
+from steelyard.model import skeleton
+from steelyard.model.unstacking import unstack
 
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
 
@@ -99,7 +101,34 @@ def test_quantized_base(source: Path, tmp_path: Path) -> None:
     assert_equal(evaluate(first, second, samples()), oracle(first, second, samples()))
 
 
-def test_inputs_of_joined_experts_are_noted(tmp_path: Path) -> None:
+def quantize_inputs_of_experts(model: Any) -> None:
+    """Quantize each token of an expert to FP8, as a server does."""
+
+    def to_fp8(_module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        scale = args[0].abs().amax(-1, keepdim=True) / 448
+        return (args[0] / scale).to(torch.float8_e4m3fn).float() * scale
+
+    for stack in unstack(model):
+        for module in stack.experts.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.register_forward_pre_hook(to_fp8)
+
+
+def test_inputs_of_experts_are_quantized_as_a_server_does(tmp_path: Path) -> None:
+    small_model("qwen3_moe", torch.float32).save_pretrained(tmp_path / "m")
+    quantized = quantize(tmp_path / "m", tmp_path / "q", scheme="FP8_DYNAMIC")
+    found = evaluate(tmp_path / "m", quantized, samples())
+    plain = oracle(tmp_path / "m", quantized, samples())
+    assert abs(found.kl_divergence / plain["kl_divergence"] - 1) > 0.01
+    expected = oracle(tmp_path / "m", quantized, samples(), quantize_inputs_of_experts)
+    assert_equal(found, expected, rel=1e-3)
+
+
+def test_inputs_of_joined_experts_are_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a form that is not known as one of Linear layers."""
+    monkeypatch.setattr(skeleton, "unstack", lambda model: [])
     small_model("qwen3_moe", torch.float32).save_pretrained(tmp_path / "m")
     quantized = quantize(tmp_path / "m", tmp_path / "q", scheme="FP8_DYNAMIC")
     found = evaluate(tmp_path / "m", quantized, samples())

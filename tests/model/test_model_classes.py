@@ -208,7 +208,8 @@ def test_a_router_that_is_a_linear_of_its_own_kind_does_not_break_gptq(tmp_path:
 
 def test_experts_that_stay_stacked_where_transformers_wants_a_list_are_told(tmp_path: Path) -> None:
     """Of a quantized Llama 4, transformers makes each expert Linear layers of its own."""
-    plan = run(save("llama4", tmp_path / "m"), tmp_path / "q", dry_run=True).plan
+    recipe = QuantizationModifier(scheme="FP8", ignore=["lm_head", "re:.*experts.*"])
+    plan = run(save("llama4", tmp_path / "m"), tmp_path / "q", recipe, dry_run=True).plan
     assert any("does not load experts as they are stored" in each for each in plan.warnings)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,18 @@ def in_fp32(folder: Path) -> Any:
 
 
 @torch.no_grad()
-def oracle(base: Path, quantized: Path, data: list[list[int]]) -> dict[str, float]:
-    """Return the numbers from whole models of transformers, in fp32."""
+def oracle(
+    base: Path,
+    quantized: Path,
+    data: list[list[int]],
+    complete: Callable[[Any], None] = lambda model: None,
+) -> dict[str, float]:
+    """Return the numbers from whole models of transformers, in fp32.
+
+    complete: lets the quantized one do what transformers does not
+    """
     models = [in_fp32(folder) for folder in (base, quantized)]
+    complete(models[1])
     losses: list[list[float]] = [[], []]
     divergences, agreements = [], []
     for ids in data:

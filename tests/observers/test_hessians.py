@@ -1,0 +1,102 @@
+"""Hessians of experts: weighted by the router, completed by those of the layer; against fp64."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import Linear
+from torch.testing import assert_close
+
+from steelyard.distributed import ThreadPool
+from steelyard.observers.hessians import Hessians
+
+HIDDEN, INNER = 24, 8
+Rows = dict[int, list[tuple[torch.Tensor, torch.Tensor]]]
+
+
+def modules(experts: int) -> dict[str, Linear]:
+    found = {}
+    for number in range(experts):
+        for leaf in ("gate_proj", "up_proj"):
+            found[f"mlp.experts.{number}.{leaf}"] = Linear(HIDDEN, INNER, bias=False)
+        found[f"mlp.experts.{number}.down_proj"] = Linear(INNER, HIDDEN, bias=False)
+    found["o_proj"] = Linear(HIDDEN, HIDDEN, bias=False)
+    return found
+
+
+def gathered(rows: dict[str, Rows], experts: int) -> Hessians:
+    hessians = Hessians(modules(experts), pool=ThreadPool())
+    for number in range(experts):
+        for x, weights in rows["entry"][number]:
+            names = [f"mlp.experts.{number}.{leaf}" for leaf in ("gate_proj", "up_proj")]
+            hessians.see(names, x, weights=weights)
+            hessians.flush()
+        for x, weights in rows["inner"][number]:
+            hessians.see([f"mlp.experts.{number}.down_proj"], x, weights=weights)
+            hessians.flush()
+    hessians.close()
+    hessians.join({})
+    hessians.shrink({})
+    return hessians
+
+
+def expected(rows: Rows, columns: int, inner: bool) -> dict[int, torch.Tensor]:
+    """Return S + n M of each expert, in fp64 from the definition."""
+    sums, tokens = {}, 0
+    for number, batches in rows.items():
+        sums[number] = torch.zeros(columns, columns, dtype=torch.float64)
+        for x, weights in batches:
+            for token, weight in zip(x.double(), weights.double(), strict=True):
+                sums[number] += weight**2 * torch.outer(token, token)
+                tokens += 1
+    mean = torch.stack(list(sums.values())).sum(0) / tokens
+    if inner:
+        mean = torch.eye(columns, dtype=torch.float64) * mean.trace() / columns
+    return {number: each + columns * mean for number, each in sums.items()}
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    counts=st.lists(st.lists(st.integers(0, 9), min_size=2, max_size=2), min_size=2, max_size=5),
+    seed=st.integers(0, 99),
+)
+def test_hessians_of_experts_are_weighted_and_shrunk(counts: list[list[int]], seed: int) -> None:
+    counts[-1][-1] += 1  # at least one token in all
+    generator = torch.Generator().manual_seed(seed)
+    rows: dict[str, Rows] = {"entry": {}, "inner": {}}
+    for number, batches in enumerate(counts):
+        for place, columns in (("entry", HIDDEN), ("inner", INNER)):
+            rows[place][number] = [
+                (
+                    torch.randn(tokens, columns, generator=generator) * (1 + number),
+                    torch.rand(tokens, generator=generator),
+                )
+                for tokens in batches
+                if tokens
+            ]
+    hessians = gathered(rows, len(counts))
+    entry = expected(rows["entry"], HIDDEN, inner=False)
+    inner = expected(rows["inner"], INNER, inner=True)
+    for number, batches in enumerate(counts):
+        for leaf, wanted in (("gate_proj", entry), ("up_proj", entry), ("down_proj", inner)):
+            name, columns = f"mlp.experts.{number}.{leaf}", len(wanted[number])
+            assert hessians.tokens(name) == sum(batches)
+            found = hessians.hessian(name).double()
+            assert_close(found, wanted[number], rtol=1e-4, atol=1e-4)
+            importance = hessians.importance(name)
+            assert importance is not None
+            assert importance[1] == sum(batches) + columns
+            assert_close(importance[0].double(), wanted[number].diagonal(), rtol=1e-4, atol=1e-4)
+
+
+def test_other_modules_are_not_shrunk() -> None:
+    hessians = Hessians(modules(2), pool=ThreadPool())
+    x = torch.randn(5, HIDDEN)
+    hessians.see(["o_proj"], x)
+    hessians.flush()
+    hessians.join({})
+    hessians.shrink({})
+    assert_close(hessians.hessian("o_proj"), x.t() @ x, rtol=1e-5, atol=1e-5)
+    assert float(hessians.hessian("mlp.experts.0.gate_proj").abs().sum()) == 0
+    assert hessians.importance("mlp.experts.0.gate_proj") is None
