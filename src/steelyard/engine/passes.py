@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-import itertools
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -188,12 +187,12 @@ class Passes:
     def _in_stages(self, part: Part, flow: Flow, stages: list[Stage]) -> dict[str, ModuleResult]:
         """Solve the modules of a layer in the order of their calls, in a single pass."""
         assert flow.take is not None
-        modules = with_schemes(part.root, part.name)
+        modules = [module for stage in stages for module in stage.modules.values()]
         parts = [stage.called for stage in stages]
         found: dict[str, ModuleResult] = {}
         budget = holding_budget(self.solver.device)
         with (
-            computing_in(part.root, self.dtype, without=itertools.chain(*parts)),
+            computing_in(part.root, self.dtype, without=modules),
             contextlib.ExitStack() as solved,
             Staged(parts, flow.forwards, flow.tokens, budget, self.pool) as staged,
         ):
