@@ -108,6 +108,7 @@ def quantize_inputs_of_experts(model: Any) -> None:
         scale = args[0].abs().amax(-1, keepdim=True) / 448
         return (args[0] / scale).to(torch.float8_e4m3fn).float() * scale
 
+    model._weight_conversions = None  # of packed weights, which cannot be undone
     for stack in unstack(model):
         for module in stack.experts.modules():
             if isinstance(module, torch.nn.Linear):

@@ -81,7 +81,7 @@ class Experts(Module):
         wide = torch.promote_types(hidden_states.dtype, torch.float32)
         total = torch.zeros_like(hidden_states, dtype=wide)
         for number, value in inner.items():
-            output = self._expert(number).down_proj(value).to(wide)
+            output = self._expert(number).down_proj(value[None])[0].to(wide)
             weights = batch.weights[number]
             total.index_add_(
                 0, batch.rows[number], output if weights is None else output * weights[:, None]
@@ -97,7 +97,8 @@ class Experts(Module):
         return expert
 
     def _inner(self, number: int, x: torch.Tensor) -> torch.Tensor:
-        return self._gate(tuple(linear(x) for linear in self._expert(number).entries))
+        sample = x[None]  # compressed-tensors takes scales of tokens from (samples, tokens, hidden)
+        return self._gate(tuple(linear(sample)[0] for linear in self._expert(number).entries))
 
     def _routed(self, hidden: torch.Tensor, *routing: torch.Tensor) -> _Batch:
         if not self._scaled:
