@@ -198,9 +198,7 @@ class Passes:
         ):
             for index, stage in enumerate(stages):
                 found |= self._stage(part, flow, staged, index, stage)
-                for module in stage.modules.values():
-                    solved.enter_context(computing_in(module, self.dtype, scales=True))
-                solved.enter_context(rounded_once(stage.modules.values()))
+                solved.enter_context(rounded_once(stage.modules.values(), self.dtype))
             with contextlib.closing(staged.finish()) as outputs:
                 flow.take(outputs)
         return found

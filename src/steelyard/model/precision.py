@@ -45,12 +45,16 @@ def computing_in(
 
 
 @contextlib.contextmanager
-def rounded_once(modules: Iterable[Module]) -> Iterator[None]:
+def rounded_once(modules: Iterable[Module], dtype: torch.dtype | None = None) -> Iterator[None]:
     """Replace the weights of `modules` by their quantized values inside the context.
 
     A call then rounds and changes nothing, so several threads can call a module at once.
+
+    dtype: a wider type that each is cast to before, with its scales; None casts nothing. Only the
+           stored weight is kept, not the wider one before it was rounded.
     """
     kept: list[tuple[Any, torch.Tensor, Any]] = []
+    cast = contextlib.ExitStack()
     try:
         for module in modules:
             each: Any = module
@@ -58,6 +62,7 @@ def rounded_once(modules: Iterable[Module]) -> Iterator[None]:
             if args is None or "weight" not in each._parameters:
                 continue
             kept.append((each, each.weight.data, each.quantization_status))
+            cast.enter_context(computing_in(each, dtype, scales=True))
             each.weight.data = forward_quantize(each, each.weight.data, "weight", args)
             each.quantization_status = QuantizationStatus.COMPRESSED  # no rounding in forward
         yield
@@ -65,6 +70,7 @@ def rounded_once(modules: Iterable[Module]) -> Iterator[None]:
         for each, data, status in kept:
             each.weight.data = data
             each.quantization_status = status
+        cast.close()
 
 
 def fast_dtype(stored: torch.dtype, device: torch.device) -> torch.dtype | None:

@@ -23,7 +23,7 @@ from steelyard.modifiers import Modifier
 from steelyard.observers.helpers import check_strategy
 from steelyard.observers.type_checks import check_type
 from steelyard.plan.divisibility import indivisible_blocks, indivisible_groups
-from steelyard.plan.experts import expert_problems
+from steelyard.plan.expert_checks import expert_problems
 from steelyard.plan.unmatched import unmatched_ignores, unmatched_targets
 from steelyard.words import count
 
