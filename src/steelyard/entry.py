@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ def oneshot(
     num_calibration_samples: int = 512,
     max_seq_length: int | None = 2048,
     batch_size: int = 1,
+    data_collator: str | Callable[[list[Any]], Any] = "truncation",
     text_column: str = "text",
     splits: str | None = None,
     shuffle_calibration_samples: bool = True,

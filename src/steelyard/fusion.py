@@ -36,6 +36,8 @@ FUSED_LAYER_NAMES: list[tuple[str, ...]] = [
 ]
 """Attribute names of sibling layers that the server fuses into one."""
 
+_CROSS = ("cross_attn", "encoder_attn")
+"""Attention whose keys and values come from elsewhere than its queries, which stay alone."""
 _EXPERT = re.compile(r"(?P<layer>.*\.experts)\.(?P<number>\d+)\.(?P<leaf>[^.]+)")
 _OUTPUTS = ("down_proj", "w2")
 
@@ -82,10 +84,14 @@ def fused_groups(names: Iterable[str]) -> Iterator[tuple[str, ...]]:
 
     >>> list(fused_groups(["attn.q_proj", "attn.o_proj", "attn.k_proj"]))
     [('attn.q_proj', 'attn.k_proj')]
+    >>> list(fused_groups(["cross_attn.q_proj", "cross_attn.k_proj", "cross_attn.v_proj"]))
+    [('cross_attn.k_proj', 'cross_attn.v_proj')]
     """
     known = dict.fromkeys(names)
     for parent in dict.fromkeys(name.rpartition(".")[0] for name in known):
+        crossing = parent.rpartition(".")[2] in _CROSS
         for leaves in FUSED_LAYER_NAMES:
+            leaves = tuple(leaf for leaf in leaves if not (crossing and leaf == "q_proj"))
             paths = (f"{parent}.{leaf}".lstrip(".") for leaf in leaves)
             present = tuple(path for path in paths if path in known)
             if len(present) > 1:

@@ -357,10 +357,11 @@ def test_batches_hold_every_sample_once_in_order(
     dataset = [[i] * length for i, length in enumerate(lengths)]
     samples = take(dataset, tokenizer=unused, batch_size=batch_size, batch_tokens=batch_tokens)
     assert sorted(rows(samples)) == sorted(dataset)
-    firsts = [int(batch[0, 0]) for batch in samples.batches]
+    batches = [batch["input_ids"] for batch in samples.batches]
+    firsts = [int(batch[0, 0]) for batch in batches]
     assert firsts == sorted(firsts)
     for length in set(lengths):
-        same = [batch for batch in samples.batches if batch.shape[1] == length]
+        same = [batch for batch in batches if batch.shape[1] == length]
         size = batch_size if batch_tokens is None else max(1, batch_tokens // length)
         assert_close(torch.cat(same)[:, 0], torch.cat(same)[:, 0].sort().values)
         assert [len(batch) for batch in same[:-1]] == [size] * (len(same) - 1)

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from families import small_model, token_batches
+from multimodal import multimodal_model, samples_for_model
 from torch import distributed as dist
 from world import start
 
@@ -125,6 +126,15 @@ class Nudging(Nearest):
 
 NUDGED = {"NudgeModifier": {"ignore": ["lm_head"], "config_groups": {"all": group("optimal")}}}
 
+SEEN = {"QuantizationModifier": {"ignore": ["lm_head"], "targets": ["Linear"], "scheme": "FP8"}}
+
+
+def pictures() -> list[dict[str, torch.Tensor]]:
+    """Return samples of which the first ranks get some without an image."""
+    text = [{"input_ids": batch} for batch in token_batches()[:1]]
+    return [*text, *samples_for_model("llava", 2), *text, *samples_for_model("llava", 1, seed=1)]
+
+
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a plain tensor changed by one rank": (NUDGED, {"dataset": None}),
     "static": (STATIC, {}),
@@ -143,6 +153,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "stream": (PLAIN, {"dataset": None}),
     "weights of a loaded model": (PLAIN, {"dataset": None, "loaded": True}),
     "static, loaded": (STATIC, {"loaded": True}),
+    "images, not in every sample": (SEEN, {"model": "llava", "dataset": pictures()}),
+    "images, gptq": (GPTQ, {"model": "llava", "dataset": pictures()}),
 }
 
 
@@ -153,12 +165,14 @@ def batches() -> list[torch.Tensor]:
 def quantize(case: str, folder: Path, output: Path) -> Any:
     recipe, options = CASES[case]
     options = {"dataset": batches(), **options}
-    model: Any = small_model("llama") if options.pop("loaded", False) else folder / "model"
+    name = options.pop("model", "model")
+    model: Any = small_model("llama") if options.pop("loaded", False) else folder / name
     return oneshot(model, recipe, output_dir=output, **options)
 
 
 def make_source(folder: Path) -> None:
     small_model("llama").save_pretrained(folder / "model")
+    multimodal_model("llava").save_pretrained(folder / "llava")
 
 
 def cut_small() -> None:

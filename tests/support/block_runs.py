@@ -2,38 +2,60 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from steelyard.model.blocks import LayerSequence
+from steelyard.model.blocks import Batch, LayerSequence
+from steelyard.model.inputs import call_options, without_cache
 from steelyard.model.precision import computing_in
 from steelyard.model.source import Source
 
-
-@torch.no_grad()
-def run_in_sequence(source: Source, batches: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the logits; only one layer is in memory at a time."""
-    sequence = LayerSequence(source.model)
-    model, layers = source.model, sequence.layers
-    with (
-        source.loaded(layers[0], f"{sequence.name}.0"),
-        source.loaded(model, "", skip=(sequence.name,)),
-        computing_in(model, torch.float32),
-    ):
-        started = sequence.start(batches, lambda: None)
-    for index, layer in enumerate(layers):
-        with source.loaded(layer, f"{sequence.name}.{index}"), computing_in(layer, torch.float32):
-            for batch in started:
-                batch.hidden = sequence.run(index, batch)
-    with (
-        source.loaded(model, "", skip=(sequence.name,)),
-        computing_in(model, torch.float32),
-    ):
-        return [sequence.finish(batch).logits for batch in started]
+Given = torch.Tensor | Mapping[str, torch.Tensor]
 
 
 @torch.no_grad()
-def plain_logits(model: Any, batches: list[torch.Tensor]) -> list[torch.Tensor]:
-    with computing_in(model, torch.float32):
-        return [model(input_ids=batch, use_cache=False).logits for batch in batches]
+def run_in_sequence(
+    source: Source, batches: Sequence[Given], forwards: list[int] | None = None
+) -> list[Any]:
+    """Return the outputs of the model; only one layer is in memory at a time.
+
+    forwards: gets the layers at which the model's forward ran, once for each batch
+    """
+    sequence, model = LayerSequence(source.model), source.model
+    running = [Batch(inputs_of(given)) for given in batches]
+    with sequence:
+        for index, layer in enumerate(sequence.layers):
+            with (
+                source.loaded(model, "", sequence.modules),
+                computing_in(model, torch.float32, without=sequence.modules),
+            ):
+                for batch in running:
+                    if batch.due(index):
+                        sequence.advance(batch, index)
+                        if forwards is not None:
+                            forwards.append(index)
+            with (
+                source.loaded(layer.module, layer.name),
+                computing_in(layer.module, torch.float32),
+            ):
+                for batch in running:
+                    if index in batch.calls:
+                        sequence.put(index, batch, sequence.run(index, batch))
+        with (
+            source.loaded(model, "", sequence.modules),
+            computing_in(model, torch.float32, without=sequence.modules),
+        ):
+            return [sequence.finish(batch) for batch in running]
+
+
+@torch.no_grad()
+def plain_outputs(model: Any, batches: Sequence[Given]) -> list[Any]:
+    options = call_options(model)
+    with computing_in(model, torch.float32), without_cache(model):
+        return [model(**inputs_of(given), **options) for given in batches]
+
+
+def inputs_of(given: Given) -> dict[str, torch.Tensor]:
+    return {"input_ids": given} if isinstance(given, torch.Tensor) else dict(given)

@@ -48,8 +48,10 @@ def take(dataset: Any, *, tokenizer: Callable[[], Any] = make_tokenizer, **optio
 
 
 def rows(samples: Samples) -> list[list[int]]:
-    assert all(batch.dtype == torch.int64 and batch.ndim == 2 for batch in samples.batches)
-    found = [row.tolist() for batch in samples.batches for row in batch]
+    assert all(batch.keys() == {"input_ids"} for batch in samples.batches)
+    batches = [batch["input_ids"] for batch in samples.batches]
+    assert all(batch.dtype == torch.int64 and batch.ndim == 2 for batch in batches)
+    found = [row.tolist() for batch in batches for row in batch]
     assert samples.num_samples == len(found)
     assert samples.num_tokens == sum(map(len, found))
     return found

@@ -55,21 +55,27 @@ for line in sys.stdin:
 
 
 class ChatRenderer:
-    """Renders conversations with a tokenizer's chat template, as `apply_chat_template` does."""
+    """Renders conversations with a tokenizer's chat template, as `apply_chat_template` does.
 
-    def __init__(self, tokenizer: Any) -> None:
+    template: one to take instead of the tokenizer's, such as a processor's
+    """
+
+    def __init__(self, tokenizer: Any, template: str | None = None) -> None:
         from transformers import PreTrainedTokenizerBase
 
         self.tokenizer = tokenizer
+        self.template = template
         usual = PreTrainedTokenizerBase.apply_chat_template
         self._is_usual = getattr(type(tokenizer), "apply_chat_template", None) is usual
         self._process: subprocess.Popen[str] | None = None
 
     def render(self, messages: Sequence[Any]) -> str:
         """Return the text of a conversation; raise if it or the template is faulty."""
-        if not self._is_usual:  # the tokenizer has its own code and takes no template
+        if (
+            not self._is_usual and self.template is None
+        ):  # the tokenizer has its own code and takes no template
             return str(self.tokenizer.apply_chat_template(list(messages), tokenize=False))
-        template = self.tokenizer.get_chat_template()
+        template = self.template or self.tokenizer.get_chat_template()
         tokens = {k: str(v) for k, v in self.tokenizer.special_tokens_map.items()}
         given = {"messages": list(messages), "template": template, "tokens": tokens}
         answer = self._ask(json.dumps(given, default=_plain))

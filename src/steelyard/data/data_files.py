@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import psutil
 
+from steelyard.data.media import COLUMNS
 from steelyard.data.tokens import RowReader, columns_text
 from steelyard.errors import DataError
 from steelyard.foreign import reason_of
@@ -166,7 +167,7 @@ class Parquet:
             self._file = parquet.ParquetFile(path, read_dictionary=leaves)
         except (ValueError, OSError) as error:  # pyarrow's ArrowInvalid is one
             raise DataError(f"{path} is not a parquet file: {reason_of(error)}") from None
-        self._columns = [name for name in (*columns, "attention_mask") if name in present]
+        self._columns = [name for name in (*columns, "attention_mask", *COLUMNS) if name in present]
         if not any(name in present for name in columns):
             raise DataError(
                 f"{path}: expected one of the columns {', '.join(columns)}, got: "

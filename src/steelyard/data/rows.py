@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,7 +17,7 @@ from steelyard.data.tokens import RowReader
 from steelyard.errors import DataError
 from steelyard.foreign import reason_of
 
-__all__ = ["IndexedRows", "Rows", "open_rows"]
+__all__ = ["IndexedRows", "Rows", "collated", "open_rows"]
 
 FILES = {
     ".txt": "text",
@@ -138,6 +139,16 @@ def _collection(dataset: Any, name: str) -> Rows:
         f"a {kind.__name__} is not calibration data: pass a file (.txt, .jsonl, .parquet), a "
         "dataset or its name, a list of texts, token ids or a DataLoader"
     )
+
+
+def collated(rows: Iterator[Row], collator: Callable[[list[Any]], Any], size: int) -> Iterator[Row]:
+    """Yield what a collator makes of `size` rows at a time."""
+    while some := list(itertools.islice(rows, size)):
+        where = some[0][0]
+        try:
+            yield where, collator([row for _, row in some])
+        except Exception as error:
+            raise DataError(f"{where}: data_collator fails ({reason_of(error)})") from error
 
 
 # -- files and names --------------------------------------------------------------------------

@@ -10,15 +10,16 @@ import torch
 
 from steelyard.data.data_files import Row
 from steelyard.data.limits import check_numbers
-from steelyard.data.rows import IndexedRows, Rows, open_rows
-from steelyard.data.tokens import RowReader
+from steelyard.data.mappings import Inputs, num_tokens
+from steelyard.data.rows import IndexedRows, Rows, collated, open_rows
+from steelyard.data.tokens import RowReader, Sample
 from steelyard.errors import DataError
 from steelyard.words import count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["HARDLY_ANY_TOKENS", "Samples", "load_samples"]
+__all__ = ["HARDLY_ANY_TOKENS", "Inputs", "Samples", "load_samples"]
 
 FEW_TOKENS = 1024
 HARDLY_ANY_TOKENS = 32
@@ -27,12 +28,13 @@ MORE = 16  # rows fetched at once to replace empty ones
 
 @dataclass(frozen=True)
 class Samples:
-    """Token ids to calibrate with.
+    """Samples to calibrate with.
 
-    batches: (batch, seq) int64 each, without padding, in the order of sampling
+    batches: in the order of sampling; texts have `input_ids` alone, (batch, seq) int64 without
+             padding
     """
 
-    batches: list[torch.Tensor]
+    batches: list[Inputs]
     num_samples: int
     num_tokens: int
     description: str
@@ -62,6 +64,9 @@ def load_samples(
     batch_tokens: int | None = None,
     vocab_size: int | None = None,
     max_positions: int | None = None,
+    check: Callable[[Inputs, str], None] | None = None,
+    data_collator: Callable[[list[Any]], Any] | None = None,
+    processor: Callable[[], Any] | None = None,
 ) -> Samples:
     """Load calibration samples from a dataset.
 
@@ -76,6 +81,9 @@ def load_samples(
     vocab_size:   refuse token ids at or above it
     max_positions: the longest sample that the model can run; texts are truncated to it, longer
                   token ids are refused
+    check:        raises for inputs that the model does not take; None reads token ids alone
+    data_collator: makes one sample of `batch_size` rows
+    processor:    called when the first row with images, videos or audio has to be processed
     """
     check_numbers(
         num_calibration_samples=num_calibration_samples,
@@ -84,20 +92,24 @@ def load_samples(
         batch_tokens=batch_tokens,
         seed=seed,
     )
-    reader = RowReader(tokenizer, max_seq_length, text_column, vocab_size, max_positions)
+    reader = RowReader(
+        tokenizer, max_seq_length, text_column, vocab_size, max_positions, check, processor
+    )
     source = open_rows(dataset, split, shuffle, reader)
     by_index = shuffle and isinstance(source, IndexedRows)
     rows = _shuffled(source, num_calibration_samples, seed) if by_index else iter(source)
+    if data_collator is not None:
+        rows = collated(rows, data_collator, batch_size)
     samples, empty = _take(rows, reader, num_calibration_samples)
     if not samples:
         reason = f"its {empty} samples are empty" if empty else "it is empty"
         raise DataError(f"{source.name} holds no calibration data: {reason}")
-    num_tokens = sum(len(ids) for ids in samples)
+    tokens = sum(_length(sample) for sample in samples)
     return Samples(
         _batched(samples, batch_size, batch_tokens),
         len(samples),
-        num_tokens,
-        _describe(source, len(samples), num_calibration_samples, num_tokens, empty)
+        tokens,
+        _describe(source, len(samples), num_calibration_samples, tokens, empty)
         + _truncation(max_seq_length, max_positions),
     )
 
@@ -109,37 +121,42 @@ def _shuffled(source: Any, wanted: int, seed: int) -> Iterator[Row]:
         yield from source.fetch(order[start : start + MORE].tolist())
 
 
-def _take(rows: Iterator[Row], reader: RowReader, wanted: int) -> tuple[list[torch.Tensor], int]:
+def _take(rows: Iterator[Row], reader: RowReader, wanted: int) -> tuple[list[Sample], int]:
     """Return the first non-empty samples, and the number of empty ones skipped."""
-    samples: list[torch.Tensor] = []
+    samples: list[Sample] = []
     empty = 0
     for where, row in rows:
-        for ids in reader.samples(row, where):
-            if ids.numel() == 0:
+        for sample in reader.samples(row, where):
+            if _length(sample) == 0:
                 empty += 1
                 continue
-            samples.append(ids)
+            samples.append(sample)
             if len(samples) == wanted:
                 return samples, empty
     return samples, empty
 
 
-def _batched(
-    samples: list[torch.Tensor], batch_size: int, batch_tokens: int | None
-) -> list[torch.Tensor]:
-    """Batch samples of equal length; batches are in the order of their first samples."""
-    batches: list[list[torch.Tensor]] = []
+def _length(sample: Sample) -> int:
+    return len(sample) if isinstance(sample, torch.Tensor) else num_tokens(sample)
+
+
+def _batched(samples: list[Sample], batch_size: int, batch_tokens: int | None) -> list[Inputs]:
+    """Batch token ids of equal length; batches are in the order of their first samples."""
+    batches: list[list[torch.Tensor] | Inputs] = []
     filling: dict[int, list[torch.Tensor]] = {}
-    for ids in samples:
-        length = len(ids)
+    for sample in samples:
+        if not isinstance(sample, torch.Tensor):  # a batch as it is
+            batches.append(sample)
+            continue
+        length = len(sample)
         size = batch_size if batch_tokens is None else max(1, batch_tokens // length)
         if length not in filling:
             filling[length] = []
             batches.append(filling[length])
-        filling[length].append(ids)
+        filling[length].append(sample)
         if len(filling[length]) == size:
             del filling[length]
-    return [torch.stack(batch) for batch in batches]
+    return [{"input_ids": torch.stack(b)} if isinstance(b, list) else b for b in batches]
 
 
 def _describe(source: Rows, taken: int, wanted: int, num_tokens: int, empty: int) -> str:

@@ -1,4 +1,4 @@
-"""Loads the tokenizer of a model."""
+"""Loads the tokenizer or the processor of a model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from steelyard.errors import DataError
 from steelyard.foreign import reason_of
 from steelyard.model.source import Source
 
-__all__ = ["checked_tokenizer", "tokenizer_of"]
+__all__ = ["checked_tokenizer", "processor_of", "tokenizer_of"]
 
 _FILES = ["*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja"]
 
@@ -65,4 +65,37 @@ def tokenizer_of(given: Any, source: Source, trust_remote_code: bool = False) ->
         raise DataError(
             f"the tokenizer of {folder} cannot be loaded ({reason_of(error)}); pass "
             "tokenizer=, or token ids as the dataset"
+        ) from None
+
+
+def processor_of(given: Any, source: Source, trust_remote_code: bool = False) -> Any:
+    """Return the given processor object, or load it from the given folder, else from the model's.
+
+    trust_remote_code: run code that ships with the folder
+    """
+    from transformers import AutoProcessor
+
+    if given is not None and not isinstance(given, (str, Path)):
+        if getattr(given, "image_processor", getattr(given, "feature_extractor", None)) is None:
+            raise DataError(
+                f"the data holds images or audio, and a {type(given).__name__} processes text "
+                "alone: pass processor="
+            )
+        return given
+    folder = given or source.origin
+    if folder is None:
+        raise DataError(
+            "the data holds images or audio, and the model came without files: pass processor="
+        )
+    check_kinds(Path(folder))
+    try:
+        return AutoProcessor.from_pretrained(  # type: ignore[no-untyped-call]
+            folder, trust_remote_code=trust_remote_code
+        )
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # malformed files raise anything, and tokenizers panics
+        raise DataError(
+            f"the data holds images or audio, and the processor of {folder} cannot be loaded "
+            f"({reason_of(error)}); pass processor=, or samples with what the model takes"
         ) from None

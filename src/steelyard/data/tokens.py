@@ -7,17 +7,22 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from steelyard.data.chat import ChatRenderer
+from steelyard.data.mappings import Inputs, model_inputs
+from steelyard.data.media import MediaReader, has_media
+from steelyard.data.token_ids import ids_tensor, is_number, masked_rows
 from steelyard.errors import DataError
 from steelyard.foreign import printable, reason_of, show
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["RowReader", "columns_text", "unpadded"]
+__all__ = ["RowReader", "Sample", "columns_text"]
+
+Sample = torch.Tensor | Inputs
+"""Token ids (seq), to be batched with others; or what the model is called with, as it is."""
 
 CHARACTERS = 32  # characters of a text tokenized at first, per token kept
 SPARE = 16  # extra tokens, since the last ones may change when more text follows
@@ -33,6 +38,8 @@ class RowReader:
     get_tokenizer: called once, for the first text
     vocab_size:    token ids must be below it
     max_positions: the longest sample that the model can run
+    check:         raises for inputs that the model does not take; None reads token ids alone
+    get_processor: called once, for the first row with images, videos or audio
     """
 
     get_tokenizer: Callable[[], PreTrainedTokenizerBase]
@@ -40,6 +47,8 @@ class RowReader:
     text_column: str = "text"
     vocab_size: int | None = None
     max_positions: int | None = None
+    check: Callable[[Inputs, str], None] | None = None
+    get_processor: Callable[[], Any] | None = None
 
     @property
     def text_length(self) -> int:
@@ -48,11 +57,17 @@ class RowReader:
 
     @cached_property
     def tokenizer(self) -> Any:
-        return self.get_tokenizer()
+        found = self.get_tokenizer()
+        return getattr(found, "tokenizer", found)  # a processor has one
 
     @cached_property
     def _renderer(self) -> ChatRenderer:
         return ChatRenderer(self.tokenizer)
+
+    @cached_property
+    def _media(self) -> MediaReader | None:
+        made = self.get_processor
+        return None if made is None else MediaReader(made, self.text_column)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -61,11 +76,17 @@ class RowReader:
             return (self.text_column,)
         return ("input_ids", "text", "messages")
 
-    def samples(self, row: Any, where: str) -> Iterator[torch.Tensor]:
-        """Yield the samples of a row, (seq) int64 each, truncated to max_seq_length; may be empty.
+    def samples(self, row: Any, where: str) -> Iterator[Sample]:
+        """Yield the samples of a row; may be empty.
+
+        Token ids are (seq) int64, truncated to max_seq_length.
 
         where: the location of the row, for messages
         """
+        inputs = self._inputs(row, where)
+        if inputs is not None:
+            yield inputs
+            return
         for ids in self._ids(row, where):
             yield self._checked(ids[: self.max_seq_length], where)
 
@@ -107,7 +128,7 @@ class RowReader:
             yield self._text(self._start(row) if row and not row.isspace() else [])
         elif isinstance(row, (list, tuple)) and _is_chat(row):
             yield self._text(self._chat(row, where))
-        elif isinstance(row, (list, tuple)) and row and not _is_number(row[0]):
+        elif isinstance(row, (list, tuple)) and row and not is_number(row[0]):
             if len(row) > 1 and all(isinstance(r, torch.Tensor) and r.ndim > 1 for r in row):
                 raise DataError(
                     f"{where}: a list of {len(row)} tensors is ambiguous; pass a mapping with "
@@ -116,7 +137,7 @@ class RowReader:
             for item in row:
                 yield from self._ids(item, where)
         else:
-            ids = _tensor(row, where)
+            ids = ids_tensor(row, where)
             yield from ids if ids.ndim == 2 else (ids,)
 
     def _text(self, ids: list[int]) -> torch.Tensor:
@@ -131,7 +152,7 @@ class RowReader:
                 "name the one to read with text_column="
             )
         if column == "input_ids":
-            yield from _masked(row["input_ids"], row.get("attention_mask"), where)
+            yield from masked_rows(row["input_ids"], row.get("attention_mask"), where)
         elif row[column] is None or isinstance(row[column], (str, list, tuple)):
             yield from self._ids(row[column], where)
         else:
@@ -147,6 +168,30 @@ class RowReader:
                 f"{reason_of(error)}"
             ) from error
         return self._start(text, special=False)  # the template adds special tokens
+
+    def _inputs(self, row: Any, where: str) -> Inputs | None:
+        """Return a row that is more than text or token ids as what the model is called with."""
+        if not isinstance(row, Mapping):
+            return None
+        if has_media(row) and "input_ids" not in row:
+            if self._media is None:
+                raise DataError(
+                    f"{where} brings images or audio, and only text is read here; remove them"
+                )
+            inputs: Inputs | None = self._media.inputs(row, where)
+        else:
+            asked = self.text_column != "text" and self.text_column in row
+            inputs = None if asked or self.check is None else model_inputs(row, where)
+            if self.check is None:
+                _token_ids_alone(row, where)
+        if inputs is None:
+            return None
+        if self.check is not None:
+            self.check(inputs, where)
+        for name in ("input_ids", "decoder_input_ids"):
+            for ids in inputs.get(name, ()):
+                self._checked(ids_tensor(ids, where), where)
+        return inputs
 
     def _checked(self, ids: torch.Tensor, where: str) -> torch.Tensor:
         if ids.numel() == 0:
@@ -180,81 +225,12 @@ def columns_text(columns: Iterable[object]) -> str:
     return ", ".join(names[:20]) + (", ..." if len(names) > 20 else "") if names else "none"
 
 
-def unpadded(ids: torch.Tensor, mask: torch.Tensor, where: str) -> torch.Tensor:
-    """Return the tokens of one sample that the mask keeps, (seq) -> (kept).
-
-    >>> unpadded(torch.tensor([0, 0, 7, 8]), torch.tensor([0, 0, 1, 1]), "sample 0")
-    tensor([7, 8])
-    """
-    if ids.shape != mask.shape:
-        raise DataError(
-            f"{where}: input_ids has shape {tuple(ids.shape)}, its attention_mask "
-            f"{tuple(mask.shape)}"
-        )
-    kept = mask.nonzero().flatten()
-    if kept.numel() and int(kept[-1] - kept[0]) + 1 != kept.numel():
-        raise DataError(f"{where}: the attention_mask has a gap; it may only mask padding")
-    return ids[kept]
-
-
-def _masked(ids: Any, mask: Any, where: str) -> Iterator[torch.Tensor]:
-    """Yield the samples of `input_ids`, (seq) or (batch, seq), or a list of unequal rows."""
-    if isinstance(ids, (list, tuple)) and ids and not _is_number(ids[0]):
-        if mask is not None and len(mask) != len(ids):
-            raise DataError(f"{where}: {len(ids)} rows of input_ids, {len(mask)} of attention_mask")
-        for i, row in enumerate(ids):
-            yield from _masked(row, None if mask is None else mask[i], where)
-        return
-    tokens = _tensor(ids, where)
-    masks = torch.ones_like(tokens) if mask is None else _mask(mask, where)
-    if tokens.ndim == 1:
-        yield unpadded(tokens, masks, where)
-        return
-    if tokens.shape != masks.shape:
-        raise DataError(
-            f"{where}: input_ids has shape {tuple(tokens.shape)}, its attention_mask "
-            f"{tuple(masks.shape)}"
-        )
-    for row, kept in zip(tokens, masks, strict=True):
-        yield unpadded(row, kept, where)
-
-
-def _tensor(value: Any, where: str) -> torch.Tensor:
-    """Return token ids as int64 on the CPU, (seq) or (batch, seq)."""
-    if not isinstance(value, (torch.Tensor, np.ndarray, list, tuple)):
-        raise DataError(
-            f"{where} is a {type(value).__name__}; a sample is text, a list or tensor of token "
-            "ids, or a mapping with one of them"
-        )
-    found = _as_tensor(value, where, "token ids")
-    whole = not (found.is_floating_point() or found.is_complex() or found.dtype == torch.bool)
-    if found.numel() and not whole:
-        raise DataError(f"{where}: token ids must be integers, got {found.dtype}")
-    if found.ndim not in (1, 2):
-        shape = tuple(found.shape)
-        raise DataError(f"{where}: token ids must be (seq) or (batch, seq), got {shape}")
-    return found.detach().to("cpu", torch.int64)
-
-
-def _mask(value: Any, where: str) -> torch.Tensor:
-    """Return a mask of any type as bool on the CPU."""
-    found = _as_tensor(value, where, "the attention_mask").detach().cpu()
-    if not ((found == 0) | (found == 1)).all():
-        raise DataError(f"{where}: the attention_mask holds values other than 0 and 1")
-    return found.bool()
-
-
-def _as_tensor(value: Any, where: str, what: str) -> torch.Tensor:
-    try:
-        return value if isinstance(value, torch.Tensor) else torch.tensor(value)
-    except (TypeError, ValueError, RuntimeError):
-        raise DataError(f"{where}: {what} must be numbers in rows of equal length") from None
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float, np.number)) or (
-        isinstance(value, torch.Tensor) and value.ndim == 0
-    )
+def _token_ids_alone(row: Mapping[Any, Any], where: str) -> None:
+    """Refuse pixels or audio where only token ids are read; labels and the like change nothing."""
+    for name, value in row.items():
+        if "float" in str(getattr(value, "dtype", "")) and getattr(value, "ndim", 0) > 1:
+            shown = printable(str(name))
+            raise DataError(f"{where} brings {shown}, and only token ids are read here; remove it")
 
 
 def _is_chat(row: Any) -> bool:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 from steelyard.algorithms import Algorithm, needs_data
 from steelyard.data.limits import learned_positions
 from steelyard.data.samples import HARDLY_ANY_TOKENS, Samples, load_samples
-from steelyard.data.tokenizer import tokenizer_of
+from steelyard.data.tokenizer import processor_of, tokenizer_of
 from steelyard.engine.announce import announce
 from steelyard.engine.result import Result
 from steelyard.engine.run_options import Options
 from steelyard.engine.statistics import RunStatistics
 from steelyard.errors import CalibrationWarning, DataError, warn_caller
+from steelyard.model.inputs import check_inputs
 from steelyard.model.source import Source
 
 __all__ = ["samples_for"]
@@ -59,7 +61,14 @@ def samples_for(
         seed=options.seed,
         vocab_size=getattr(text_config, "vocab_size", None),
         max_positions=learned_positions(source.model),
+        check=functools.partial(check_inputs, source.model),
+        data_collator=options.collator,
+        processor=lambda: processor_of(
+            options.processor or tokenizer, source, options.trust_remote_code_model
+        ),
     )
+    for number, batch in enumerate(samples.batches):
+        check_inputs(source.model, batch, f"batch {number}")
     result.notes.append(samples.description)
     if few := samples.shortage():
         result.notes.append(few)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,17 @@ _PACKAGES = ("steelyard", "compressed-tensors", "torch")
 
 
 def identity_of(
-    shards: Shards, recipe: str, options: dict[str, Any], tokens: Iterable[torch.Tensor] = ()
+    shards: Shards,
+    recipe: str,
+    options: dict[str, Any],
+    batches: Iterable[Mapping[str, torch.Tensor]] = (),
 ) -> dict[str, Any]:
     """Return everything that the result depends on, by name, in JSON's types.
 
-    tokens: the calibration data, if there is any
+    batches: the calibration data, if there is any
     """
     config = (shards.folder / "config.json").read_bytes()
-    tokens = list(tokens)
+    batches = list(batches)
     return {
         "version": versions(),
         "source": {
@@ -38,15 +41,18 @@ def identity_of(
         },
         "recipe": recipe,
         "options": options,
-        "calibration data": digest_of(tokens),
-        **({"processor": processor()} if tokens else {}),
+        "calibration data": digest_of(batches),
+        **({"processor": processor()} if batches else {}),
     }
 
 
-def digest_of(tokens: Iterable[torch.Tensor]) -> str:
+def digest_of(batches: Iterable[Mapping[str, torch.Tensor]]) -> str:
+    """Return a digest of calibration data: names, types, shapes and bytes."""
     digest = hashlib.sha256()
-    for batch in tokens:
-        digest.update(str(tuple(batch.shape)).encode() + batch.contiguous().numpy().tobytes())
+    for batch in batches:
+        for name, tensor in sorted(batch.items()):
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +12,6 @@ from compressed_tensors.quantization import QuantizationScheme
 from steelyard.algorithms import ModuleResult
 from steelyard.checkpoint.journal import file_record
 from steelyard.engine.mark import Mark
-from steelyard.model.blocks import Batch
-from steelyard.model.hidden_states import save_hidden
 from steelyard.words import count
 
 if TYPE_CHECKING:
@@ -104,8 +103,11 @@ class Marks:
                 if old.name not in writer.files:
                     old.unlink()
 
-    def layer_done(self, index: int, batches: dict[int, Batch] | None = None) -> None:
-        """Record, when it is time, that a layer is done, and the input of the next."""
+    def layer_done(self, index: int, save: Callable[[Path], None] | None = None) -> None:
+        """Record, when it is time, that a layer is done.
+
+        save: writes the input of the next layers to a file
+        """
         self.run.done = index + 1
         writer = self.run.output.writer
         if writer is None or not self.run.ranks.broadcast(writer.due(self._cost)):
@@ -113,8 +115,8 @@ class Marks:
         started = time.monotonic()
         path = writer.work.path / f"hidden-{self.run.ranks.rank}-{self.run.done}.safetensors"
         files: dict[str, dict[str, int]] = {}
-        if batches is not None:
-            save_hidden(batches, path)
+        if save is not None:
+            save(path)
             files[path.name] = file_record(path)
         for others in self.run.ranks.gather(files):
             files |= others

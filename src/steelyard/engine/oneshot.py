@@ -15,12 +15,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from compressed_tensors.quantization import disable_quantization
 from torch.nn import Module
 
 from steelyard.algorithms import Algorithm
-from steelyard.data.samples import Samples
+from steelyard.data.samples import Inputs, Samples
 from steelyard.data.tokenizer import checked_tokenizer
 from steelyard.distributed import Ranks, together
 from steelyard.engine.announce import announce
@@ -134,7 +133,7 @@ def _quantize(options: Options, leave: Leave | None, given: contextlib.ExitStack
             statistics.check(source.model, _beginning(run), result.notes)
             if samples is None:
                 run.weights_only()
-            elif options.pipeline == "basic":
+            elif plan.whole:
                 run.whole(samples)
             else:
                 run.layer_by_layer(samples)
@@ -214,7 +213,7 @@ def _identity(
     for algorithm in algorithms:
         given |= algorithm.digests()
     given |= statistics.digests()
-    return identity_of(source.shards, recipe, given, _tokens(samples))
+    return identity_of(source.shards, recipe, given, _batches(samples))
 
 
 def _check_alike(
@@ -232,7 +231,7 @@ def _check_alike(
     )
     mine = {
         "recipe": recipe,
-        "calibration data": digest_of(_tokens(samples)),
+        "calibration data": digest_of(_batches(samples)),
         "pipeline": same,
         "output_dir": options.output_dir is not None,
         **statistics.digests(),
@@ -246,7 +245,7 @@ def _check_alike(
                 )
 
 
-def _tokens(samples: Samples | None) -> Sequence[torch.Tensor]:
+def _batches(samples: Samples | None) -> Sequence[Inputs]:
     return () if samples is None else samples.batches
 
 

@@ -26,6 +26,7 @@ from steelyard.errors import PipelineError
 from steelyard.formats import DENSE
 from steelyard.model.skeleton import own_buffers, parts_of
 from steelyard.model.source import Source
+from steelyard.model.written_names import as_stored
 from steelyard.plan.plan import Plan
 from steelyard.plan.written_config import written_config
 
@@ -205,6 +206,7 @@ class Output:
 
     def _add_plain(self, name: str, tensor: torch.Tensor) -> None:
         assert self.writer is not None
+        tensor = as_stored(tensor, name, self.source.loaded_from)
         check_finite(name, tensor)
         self.writer.add(name, tensor)
         self._note_plain(name, tensor.ndim)

@@ -19,11 +19,13 @@ class Flow:
     forwards: run each batch through the block, and return what comes out
     take:     takes what comes out for the next block, batch after batch; None where nothing does
     tokens:   of each batch
+    places:   of each batch: number in the run, and partial sum (`kernels.partial_sums`)
     """
 
     forwards: Sequence[Callable[[], Any]] = ()
-    take: Callable[[Iterable[torch.Tensor]], None] | None = None
+    take: Callable[[Iterable[Any]], None] | None = None
     tokens: Sequence[int] = ()
+    places: Sequence[tuple[int, int]] = ()
 
 
 NO_DATA = Flow()

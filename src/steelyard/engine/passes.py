@@ -10,8 +10,8 @@ import collections
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Generator, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch.nn import Module
@@ -25,15 +25,15 @@ from steelyard.engine.showing import Stage, points_of, showing, stages_of
 from steelyard.engine.solving import Solver
 from steelyard.engine.stage_order import find_stages
 from steelyard.engine.stages import BESIDE, Staged, at_once, holding_budget
+from steelyard.errors import PipelineError
 from steelyard.fusion import fused_groups
 from steelyard.model.early_stop import StopAfter
+from steelyard.model.placeholders import first_tensor
 from steelyard.model.precision import computing_in, rounded_once
 from steelyard.observers.calibration import Calibration
 from steelyard.observers.lifecycle import with_schemes
 
 __all__ = ["Passes"]
-
-T = TypeVar("T")
 
 
 class Passes:
@@ -41,7 +41,6 @@ class Passes:
 
     propagate: give each block the output of the quantized blocks before it
     dtype:     the type to compute in; None for that of the model
-    places:    of this rank's batches: number in the run, and partial sum (`kernels.partial_sums`)
     """
 
     def __init__(
@@ -51,23 +50,25 @@ class Passes:
         self.pool = pool
         self.propagate = propagate
         self.dtype = dtype
-        self.places: list[tuple[int, int]] = []
         self._moment = Moment()  # of the batch that runs
 
     def through(self, part: Part, flow: Flow) -> dict[str, ModuleResult]:
         """Transform and solve a part of the model while its batches run through it."""
         for algorithm in self.solver.transforms:
             self._transform(algorithm, part, flow)
+        if not with_schemes(part.root, part.name, part.without):
+            self._unquantized(part, flow)
+            return {}
         stages = self._stages(part, flow) if flow.take is not None else None
         if stages is None or not self.solver.solving_needs("staged"):
             return self._in_passes(part, flow, stages)
         return self._in_stages(part, flow, stages)
 
-    def _moments(self, values: Sequence[T], turn: int = 0) -> Iterator[T]:
-        """Yield a value of each of this rank's batches while the batch is the one that runs."""
-        for (batch, partial_sum), value in zip(self.places, values, strict=True):
+    def _outputs(self, flow: Flow, turn: int = 0) -> Iterator[Any]:
+        """Run one batch after the other, and yield what comes out."""
+        for (batch, partial_sum), forward in zip(flow.places, flow.forwards, strict=True):
             self._moment = Moment(batch, partial_sum, turn)
-            yield value
+            yield forward()
 
     def _block(
         self, part: Part, calibration: Calibration | None, flow: Flow, changed: set[str]
@@ -84,7 +85,16 @@ class Passes:
 
     def _run(self, root: Module, forward: Callable[[], Any]) -> Any:
         with computing_in(root, self.dtype):
-            return forward()
+            return first_tensor(forward())
+
+    def _unquantized(self, part: Part, flow: Flow) -> None:
+        """Run a part in which nothing is quantized, such as a layer of a vision tower."""
+        if flow.take is None:
+            return
+        with computing_in(part.root, self.dtype):
+            outputs = self.pool.begin(enumerate(flow.forwards))
+            with contextlib.closing(outputs):
+                flow.take(outputs)
 
     # -- transforms ---------------------------------------------------------------------------
 
@@ -96,7 +106,7 @@ class Passes:
             return
         with computing_in(part.root, self.dtype):
             for turn in range(work.passes if algorithm.needs.sees else 0):
-                observe(work, flow.forwards, self.places, turn, self.pool, self.solver.ranks)
+                observe(work, flow.forwards, flow.places, turn, self.pool, self.solver.ranks)
         work.join()
         work.transform()
 
@@ -124,7 +134,7 @@ class Passes:
                     if again is not None and not self.solver.solving_needs("outputs"):
                         looking.enter_context(self._until_seen(part.root, calibration, points))
                     for turn in range(work.passes):
-                        outputs = (run() for run in self._moments(flow.forwards, turn))
+                        outputs = self._outputs(flow, turn)
                         if flow.take is None or self.propagate or turn < work.passes - 1:
                             collections.deque(outputs, maxlen=0)
                         elif self.solver.solving_needs("gradients"):
@@ -154,7 +164,7 @@ class Passes:
         begun = 0  # batches before those that run
 
         def see(stage: Stage, turn: int, index: int, x: Any) -> None:
-            stage.show(x, calibration, work, Moment(*self.places[begun + index], turn))
+            stage.show(x, calibration, work, Moment(*flow.places[begun + index], turn))
 
         def outputs(turn: int, last: bool) -> Generator[torch.Tensor, None, None]:
             nonlocal begun
@@ -215,7 +225,7 @@ class Passes:
             calibration.take_over()
 
             def see(index: int, x: Any) -> None:
-                stage.show(x, calibration, work, Moment(*self.places[index]))
+                stage.show(x, calibration, work, Moment(*flow.places[index]))
 
             staged.run_to(index, see, work.flush)
             found = self.solver.solve(block, work)
@@ -239,10 +249,14 @@ class Passes:
         if staged and self.solver.passes > 1:
             return None
         stages, points = None, points_of(part.root, modules)
-        if self.solver.ranks.is_first:  # who always has a batch
-            with computing_in(part.root, self.dtype):  # some read a weight without a call
-                stages = find_stages(modules, flow.forwards[0], flow.tokens[0], points)
-        stages = self.solver.ranks.broadcast(stages)
+        if flow.forwards:
+            with (
+                computing_in(part.root, self.dtype, without=modules.values()),
+                contextlib.suppress(PipelineError),  # a weight that is read, not called
+            ):
+                stages = find_stages(modules, flow.forwards[0], flow.tokens[0], points, self.dtype)
+        every = self.solver.ranks.gather((bool(flow.forwards), stages))
+        stages = next((found for has_data, found in every if has_data), None)
         stage_of = {each: i for i, stage in enumerate(stages or ()) for each in stage}
         fused = fused_groups(stage_of)
         if stages is None or any(len({stage_of[n] for n in g}) > 1 for g in fused):

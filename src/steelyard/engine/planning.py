@@ -14,12 +14,13 @@ from steelyard.engine.run import model_device
 from steelyard.engine.run_options import Options
 from steelyard.engine.stages import BESIDE, holding_budget
 from steelyard.engine.stream_jobs import budget_of, jobs_of
+from steelyard.errors import PipelineError
 from steelyard.model.class_loading import ONLY_TRANSFORMERS
 from steelyard.model.completeness import missing_parts, random_parameters
 from steelyard.model.source import Source
 from steelyard.plan.plan import Left, Plan, make_plan
 from steelyard.plan.planned_files import planned_loading
-from steelyard.plan.runnable import unrunnable
+from steelyard.plan.runnable import route_of
 from steelyard.recipes import Recipe
 
 __all__ = ["plan_run", "streams"]
@@ -59,7 +60,11 @@ def plan_run(
     plan.errors += _taken_names(plan, source)
     plan.errors += _needs_of_blocks(options, algorithms)
     if with_data:
-        plan.errors += unrunnable(source, options.pipeline)
+        try:
+            route = route_of(source.model, options.pipeline)
+            plan.route, plan.whole = route.text, route.whole
+        except PipelineError as error:
+            plan.errors.append(str(error))
     plan.errors += missing_parts(source)
     if not plan.errors:
         plan.warnings += random_parameters(source)

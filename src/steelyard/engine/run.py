@@ -7,18 +7,18 @@ solve it, write its tensors.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
-from torch.nn import Module
+from torch.nn import Module, ModuleList
 
 from steelyard.algorithms import Algorithm
 from steelyard.checkpoint.weight_errors import weight_error
-from steelyard.data.samples import Samples
+from steelyard.data.samples import Inputs, Samples
 from steelyard.distributed import Ranks, ThreadPool, batches_of
 from steelyard.engine.assignment import owners_of
+from steelyard.engine.layer_run import LayerRun
 from steelyard.engine.marks import Marks
 from steelyard.engine.output import Output
 from steelyard.engine.parts import NO_DATA, Flow, Part
@@ -30,16 +30,13 @@ from steelyard.engine.statistics import RunStatistics
 from steelyard.engine.stream import Stream
 from steelyard.errors import PipelineError
 from steelyard.kernels.partial_sums import partial_sum_of
-from steelyard.model.blocks import (
-    Batch,
-    LayerSequence,
-    decoder_layers,
-)
 from steelyard.model.forward_errors import WITHOUT_DATA, forward_errors
-from steelyard.model.hidden_states import load_hidden
+from steelyard.model.inputs import call_options, padding_mask, without_cache
 from steelyard.model.precision import computing_in, fast_dtype
 from steelyard.model.source import Source
+from steelyard.model.stacks import Layer, model_layers
 from steelyard.observers.lifecycle import with_schemes
+from steelyard.observers.padding import without_padding
 from steelyard.words import count
 
 __all__ = ["Run", "model_device"]
@@ -115,101 +112,71 @@ class Run:
         if self.calibrated:
             return
         try:
-            name, layers = decoder_layers(self.source.model)
+            layers = model_layers(self.source.model)
         except PipelineError:
-            self._calibrate(Part("", self.source.model))
+            self.calibrate(Part("", self.source.model))
             return
         with progress("quantizing", len(layers) + 1, self.show) as advance:
             for index, layer in enumerate(layers):
                 if index >= self.done:
-                    self._calibrate(Part(f"{name}.{index}", layer))
+                    self.calibrate(Part(layer.name, layer.module))
                     self.marks.layer_done(index)
                 advance()
-            self._rest(name, layers)
+            self.rest(layers)
             advance()
 
     def layer_by_layer(self, samples: Samples) -> None:
-        if self.calibrated:
-            return
-        sequence = LayerSequence(self.source.model)
-        source, model, layers = self.source, self.source.model, sequence.layers
-        mine = self._share(samples)
-        total = len(mine) * (len(layers) + 1)
-        with self.pool, progress("calibrating", total, self.show) as advance:
-            first = f"{sequence.name}.0"
-            with (
-                source.loaded(layers[0], first),
-                self._outside(sequence),
-                computing_in(model, self.dtype),
-            ):
-                batches = sequence.start([tokens for _, tokens in mine], advance)
-            if self.solver.needs("originals"):
-                for batch in batches:
-                    batch.original = batch.hidden
-            numbered = {i: batch for (i, _), batch in zip(mine, batches, strict=True)}
-            if self.done:
-                assert self.output.writer is not None
-                load_hidden(numbered, self.marks.kept("hidden"))
-                advance(self.done * len(batches))
-            for index, layer in enumerate(layers):
-                if index < self.done:
-                    continue
-
-                def take(outputs: Iterable[torch.Tensor]) -> None:
-                    for batch, output in zip(batches, outputs, strict=True):
-                        batch.hidden = output
-                        self.ranks.look()
-                        advance()
-
-                forwards = [functools.partial(sequence.run, index, batch) for batch in batches]
-                flow = Flow(forwards, take, [batch.input_ids.numel() for batch in batches])
-                part = Part(f"{sequence.name}.{index}", layer)
-                self._calibrate(part, flow, functools.partial(_originals, sequence, index, batches))
-                for batch, (_, after) in zip(batches, part.originals, strict=False):
-                    batch.original = after
-                self.marks.layer_done(index, numbered)
-            last = [functools.partial(sequence.finish, batch) for batch in batches]
-            self._rest(sequence.name, layers, Flow(last))
+        if not self.calibrated:
+            LayerRun(self, samples).go()
 
     def whole(self, samples: Samples) -> None:
         if self.calibrated:
             return
-        mine = [tokens for _, tokens in self._share(samples)]
+        model, mine = self.source.model, self.share(samples)
+        options = call_options(model)
         total = len(mine) * self.solver.passes
-        with self.pool, progress("calibrating", total, self.show) as advance:
+        with self.pool, without_cache(model), progress("calibrating", total, self.show) as advance:
 
-            def run(input_ids: torch.Tensor) -> None:
-                model = self.source.model
-                with forward_errors(model, "a run as a whole", WITHOUT_DATA):
-                    model(input_ids=input_ids, use_cache=False)
+            def run(inputs: Inputs) -> None:
+                with (
+                    forward_errors(model, "a run as a whole", WITHOUT_DATA),
+                    without_padding(padding_mask(inputs)),
+                ):
+                    model(**inputs, **options)
                 advance()
 
-            flow = Flow([functools.partial(run, input_ids) for input_ids in mine])
-            self._calibrate(Part("", self.source.model), flow)
+            forwards = [functools.partial(run, inputs) for _, inputs in mine]
+            flow = Flow(forwards, places=[place for place, _ in mine])
+            self.calibrate(Part("", model), flow)
 
-    def _rest(self, name: str, layers: Module, flow: Flow = NO_DATA) -> None:
+    def rest(self, layers: Sequence[Layer], flow: Flow = NO_DATA) -> None:
         """Calibrate everything outside of the layers, such as the output projection."""
-        inside = f"{name}."
-        outside = [p for p in self.result.plan.quantized if not p.name.startswith(inside)]
+        inside = ModuleList([layer.module for layer in layers])
+        names = {layer.name for layer in layers}
+        outside = [p for p in self.result.plan.quantized if not _is_within(p.name, names)]
         if outside or self.solver.transforms:
-            self._calibrate(Part("", self.source.model, layers), flow)
+            self.calibrate(Part("", self.source.model, inside), flow)
         elif self.source.shards is None:  # nothing to compute, but the tensors are to be written
-            self.output.add(self.source.model, "", layers)
+            self.output.add(self.source.model, "", inside)
 
-    def _outside(self, sequence: LayerSequence) -> Any:
-        return self.source.loaded(self.source.model, "", sequence.layers, ("lm_head",))
-
-    def _share(self, samples: Samples) -> list[tuple[int, torch.Tensor]]:
-        """Return this rank's batches, each with its place among all."""
+    def share(self, samples: Samples) -> list[tuple[tuple[int, int], Inputs]]:
+        """Return this rank's batches, each with its number among all and its partial sum."""
         batches, ranks = samples.batches, self.ranks
         mine = batches_of(len(batches), ranks.rank, ranks.count)
-        self.passes.places = [(i, partial_sum_of(i, len(batches))) for i in mine]
-        return [(i, batches[i].to(self.device)) for i in mine]
+        return [((i, partial_sum_of(i, len(batches))), self._placed(batches[i])) for i in mine]
+
+    def _placed(self, inputs: Inputs) -> Inputs:
+        """Return a batch where the model is, floating-point tensors in the type it computes in."""
+        dtype = self.dtype or self.source.dtype
+        return {
+            name: tensor.to(self.device, dtype if tensor.is_floating_point() else tensor.dtype)
+            for name, tensor in inputs.items()
+        }
 
     # -- one part of the model --------------------------------------------------------------
 
     @torch.no_grad()
-    def _calibrate(
+    def calibrate(
         self,
         part: Part,
         flow: Flow = NO_DATA,
@@ -273,12 +240,8 @@ def model_device(model: Module) -> torch.device:
     return next((d for d in devices if d.type != "meta"), torch.device("cpu"))
 
 
-def _originals(
-    sequence: LayerSequence, index: int, batches: Sequence[Batch]
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the hidden states of the unquantized model into a layer, and out of it."""
-    found = []
-    for batch in batches:
-        assert batch.original is not None
-        found.append((batch.original, sequence.run(index, batch, original=True)))
-    return found
+def _is_within(name: str, layers: set[str]) -> bool:
+    """Whether a module is within one of the layers."""
+    while name and name not in layers:
+        name = name.rpartition(".")[0]
+    return bool(name)

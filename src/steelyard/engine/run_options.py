@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ __all__ = ["PIPELINES", "UNCALIBRATED", "Options"]
 
 PIPELINES = ("auto", "sequential", "basic", "datafree")
 UNCALIBRATED = ("error", "weights-only")
+COLLATORS = ("truncation", "padding")
 MAX_SEQ_LENGTH = 2048
 
 
@@ -31,13 +33,16 @@ class Options:
     tokenizer: Any = None
     """Tokenizer, or its folder; None takes that of the model."""
     processor: Any = None
-    """The same, by the name that it has for models of images or audio."""
+    """Processor of a model of images or audio, or its folder; None takes that of the model."""
     num_calibration_samples: int = 512
     """At most so many samples of the dataset."""
     max_seq_length: int | None = MAX_SEQ_LENGTH
     """At most so many tokens of each sample; None for 2048."""
     batch_size: int = 1
     """Samples that run through the model at once."""
+    data_collator: str | Callable[[list[Any]], Any] = "truncation"
+    """Makes one sample of `batch_size` rows; "truncation" and "padding" are llm-compressor's names
+    for batches of text, which hold samples of equal length here, without padding."""
     text_column: str = "text"
     """Column of the dataset that holds the text."""
     splits: str | None = None
@@ -78,6 +83,8 @@ class Options:
         """Raise for values that no run can have."""
         _one_of("pipeline", self.pipeline, PIPELINES)
         _one_of("uncalibrated", self.uncalibrated, UNCALIBRATED)
+        if not callable(self.data_collator):
+            _one_of("data_collator", self.data_collator, COLLATORS)
         check_numbers(
             num_calibration_samples=self.num_calibration_samples,
             max_seq_length=self.sequence_length,
@@ -88,6 +95,10 @@ class Options:
     def refuse_two_sources(self) -> None:
         if self.statistics is not None and self.dataset is not None:
             raise DataError("statistics= is taken instead of data: leave dataset out")
+
+    @property
+    def collator(self) -> Callable[[list[Any]], Any] | None:
+        return self.data_collator if callable(self.data_collator) else None
 
     @property
     def sequence_length(self) -> int:

@@ -16,6 +16,7 @@ def find_stages(
     forward: Callable[[], Any],
     tokens: int,
     points: Mapping[str, Module] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> list[list[str]] | None:
     """Return the names of `modules`, those with one input together, in the order of their calls.
 
@@ -24,7 +25,9 @@ def find_stages(
     `forward` is run once while the modules give zeros, so that next to nothing is computed.
 
     None where there are none that hold for all data: unless each module is a Linear that is called
-    once, with all `tokens` of the batch, which of them are called may depend on the data.
+    once, with all `tokens` of the batch, which of them are called may depend on the data. One that
+    is called with another type than `dtype` has its weight looked at, which is cast only when the
+    stage is solved.
     """
     if not all(_is_plain(module) for module in modules.values()):
         return None
@@ -59,6 +62,8 @@ def find_stages(
     once = sorted(name for name, _ in calls) == sorted(modules)
     whole = (x.numel() == tokens * x.shape[-1] for name, x in calls if name not in points)
     if not once or not all(whole):
+        return None
+    if any(x.dtype != (dtype or x.dtype) for name, x in calls if name not in points):
         return None
     stages: dict[int, list[str]] = {}
     for name, x in calls:  # which keeps them alive, so that no two have the same id

@@ -87,7 +87,7 @@ def evaluate(
         max_positions=min((p for p in positions if p is not None), default=None),
     )
     nbytes = samples.num_tokens * sum(model.hidden_size for model in models) * DTYPE.itemsize
-    costs = [Costs(w.source.model, w.sequence.layers, samples.num_tokens) for w in models]
+    costs = [Costs(w.source.model, w.sequence.modules, samples.num_tokens) for w in models]
     total = sum(cost.total() for cost in costs)
     say(_plan(samples, models, total), show_progress)
     limit = default_memory() if memory is None else memory
@@ -113,8 +113,8 @@ def evaluate(
                 advance(sum(cost.outside for cost in costs), "both models, scoring")
                 for pair in zip(*ends, strict=True):
                     scores += list(_scores(models, pair))
-                    scored += len(pair[0].input_ids)
-                    tokens = pair[0].input_ids.numel()
+                    scored += len(pair[0].inputs["input_ids"])
+                    tokens = pair[0].inputs["input_ids"].numel()
                     advance(sum(cost.scoring(tokens) for cost in costs), "both models, scoring")
         except KeyboardInterrupt as interrupt:
             if not scores:
@@ -141,7 +141,7 @@ def _scored(samples: Samples) -> int:
 
 def _scores(models: list[LayerwiseModel], pair: tuple[Batch, ...]) -> Iterator[Scores]:
     """Compare the two models on one batch, a few positions at a time."""
-    input_ids = pair[0].input_ids
+    input_ids = pair[0].inputs["input_ids"]
     rows, length = input_ids.shape
     vocab_size = models[0].vocab_size
     step = max(1, _PROJECTED // (rows * vocab_size))
@@ -166,7 +166,7 @@ def _samples(data: Any, **options: Any) -> Samples:
         message = str(error).replace("num_calibration_samples", "num_samples")
         message = message.replace("splits=", "split=").replace("calibration data", "data")
         raise DataError(message) from error
-    if all(batch.shape[1] < 2 for batch in samples.batches):
+    if all(batch["input_ids"].shape[1] < 2 for batch in samples.batches):
         raise DataError(
             f"{samples.description}: none has a second token, and the first is not scored; pass "
             "longer texts, or a larger max_seq_length"

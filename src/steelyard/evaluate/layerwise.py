@@ -16,9 +16,12 @@ from typing import Any
 
 import torch
 
+from steelyard.data.samples import Inputs
 from steelyard.errors import NonFiniteError, PipelineError
 from steelyard.evaluate.cost import Costs
 from steelyard.model.blocks import Batch, LayerSequence
+from steelyard.model.inputs import output_head
+from steelyard.model.placeholders import first_tensor, replaced
 from steelyard.model.precision import computing_in
 from steelyard.model.source import Source
 
@@ -52,18 +55,19 @@ class HiddenStates:
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
 
-    def first(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Store the first hidden states of a batch, and return the stored tensor."""
+    def put(self, hidden: torch.Tensor, free: torch.Tensor | None) -> torch.Tensor:
+        """Store hidden states, and return the stored tensor.
+
+        free: stored ones of the same batch that are no longer needed
+        """
         if not self.spilled:
             return hidden
+        if free is not None and free.shape == hidden.shape:
+            return free.copy_(hidden)
         path = self._folder / str(self._files)
         self._files += 1
         mapped = torch.from_file(str(path), shared=True, size=hidden.numel(), dtype=hidden.dtype)
         return mapped.view(hidden.shape).copy_(hidden)
-
-    def next(self, place: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Replace the stored hidden states of a batch, and return the stored tensor."""
-        return place.copy_(hidden) if self.spilled else hidden
 
 
 class LayerwiseModel:
@@ -91,7 +95,7 @@ class LayerwiseModel:
     @torch.no_grad()
     def run(
         self,
-        samples: list[torch.Tensor],
+        samples: list[Inputs],
         held: HiddenStates,
         costs: Costs,
         advance: Callable[[float, str], None],
@@ -100,32 +104,48 @@ class LayerwiseModel:
 
         advance: called after each step, with its cost and its place
         """
-        sequence, source, model = self.sequence, self.source, self.source.model
-        count = len(sequence.layers)
-        batches = []
-        with (
-            source.loaded(sequence.layers[0], f"{sequence.name}.0"),
-            source.loaded(model, "", sequence.layers, ("lm_head",)),
-            computing_in(model, DTYPE),
-        ):
-            advance(costs.outside, f"{self.role} model")
-            for input_ids in samples:
-                with self._layer_errors():
-                    (batch,) = sequence.start([input_ids], lambda: None)
-                self._check(batch.hidden, "the input of the first layer")
-                batch.hidden = held.first(batch.hidden)
-                batches.append(batch)
+        sequence, source = self.sequence, self.source
+        batches = [Batch(inputs) for inputs in samples]
+        stored: list[torch.Tensor | None] = [None] * len(batches)
         for index, layer in enumerate(sequence.layers):
-            name = f"{sequence.name}.{index}"
-            where = f"{self.role} model, layer {index + 1} of {count}"
-            with source.loaded(layer, name), computing_in(layer, DTYPE):
+            where = f"{self.role} model, layer {index + 1} of {len(sequence)}"
+            with sequence, self._layer_errors():
+                self._record(batches, index)
+            if index == 0:
+                advance(costs.outside, f"{self.role} model")
+            with (
+                sequence,
+                source.loaded(layer.module, layer.name),
+                computing_in(layer.module, DTYPE),
+            ):
                 advance(costs.loading(index), where)
-                for batch in batches:
-                    output = sequence.run(index, batch)
-                    self._check(output, f"the output of {name}")
-                    batch.hidden = held.next(batch.hidden, output)
-                    advance(costs.layer(index, batch.input_ids.numel()), where)
-        return [Batch(batch.input_ids, batch.hidden) for batch in batches]
+                for number, batch in enumerate(batches):
+                    if index not in batch.calls:
+                        continue
+                    sequence.put(index, batch, sequence.run(index, batch))
+                    output = batch.outputs[index]
+                    self._check(first_tensor(output), f"the output of {layer.name}")
+                    if isinstance(output, torch.Tensor):
+                        free = stored[number] if len(batch.outputs) == 1 else None
+                        stored[number] = batch.outputs[index] = held.put(output, free)
+                    advance(costs.layer(index, batch.inputs["input_ids"].numel()), where)
+        return batches
+
+    def _record(self, batches: list[Batch], index: int) -> None:
+        """Find out what the next layers are called with."""
+        due = [batch for batch in batches if batch.due(index)]
+        if not due:
+            return
+        model, inside = self.source.model, self.sequence.modules
+        head = output_head(model)
+        with (
+            self.source.loaded(model, "", inside, () if head is None else (head,)),
+            computing_in(model, DTYPE, without=inside),
+        ):
+            for batch in due:
+                self.sequence.advance(batch, index)
+                if index == 0 and 0 in batch.calls:
+                    self._check(self.sequence.input(0, batch), "the input of the first layer")
 
     @contextlib.contextmanager
     def head(self) -> Iterator[None]:
@@ -139,10 +159,11 @@ class LayerwiseModel:
             return torch.zeros(*input_ids.shape, width, dtype=DTYPE)
 
         before = embedding.__dict__.get("forward")
-        with self.source.loaded(model, "", self.sequence.layers, (name,)):
+        inside = self.sequence.modules
+        with self.sequence, self.source.loaded(model, "", inside, (name,)):
             try:
                 embedding.__dict__["forward"] = zeros
-                with computing_in(model, DTYPE):
+                with computing_in(model, DTYPE, without=inside):
                     yield
             finally:
                 del embedding.__dict__["forward"]
@@ -154,8 +175,9 @@ class LayerwiseModel:
 
         After the layers, positions are independent of each other.
         """
-        part = Batch(batch.input_ids[:, positions], batch.hidden[:, positions])
-        output: Any = self.sequence.finish(part)
+        outputs = replaced(batch.outputs, lambda value: value[:, positions])
+        inputs = {name: tensor[:, positions] for name, tensor in batch.inputs.items()}
+        output: Any = self.sequence.finish(Batch(inputs, outputs, needed=set(outputs)))
         logits: torch.Tensor = output.logits
         self._check(logits, "its logits", "are")
         return logits

@@ -1,18 +1,22 @@
-"""Runs a model's decoder layers one at a time over cached hidden states.
+"""Runs the layers of a model one at a time, each over all batches.
 
-The model's own forward runs once per batch with every layer replaced by a stub, which records the
-arguments (mask, position embeddings, whatever the class passes) and returns the hidden state
-unchanged. Layer i then runs with the recorded arguments and the real hidden states, so only one
-layer's weights need to be in memory.
+What a layer is called with is learned from the model's own forward. It runs with a stub in the
+place of every layer, which records the arguments of the call. A layer whose output is at hand
+gives that; any other gives stand-ins, which the forward may pass on to the next layer but not
+compute with (`placeholders`). Where it does, the forward ends; it runs again once the layers whose
+values it needs have run. So one forward records the calls of a whole decoder, two those of a
+vision tower and a decoder, and a model that changes the hidden state between two layers needs one
+more. Nothing is traced: what runs between the layers is the model's own code.
 
-A model is refused if its forward changes the hidden state between layers, or passes anything else
-from one layer to the next.
+Only the outputs that are needed again are kept.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import contextvars
+import weakref
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,251 +26,265 @@ from torch.nn import Module, ModuleList
 from steelyard.errors import PipelineError
 from steelyard.model.early_stop import StopForward
 from steelyard.model.forward_errors import WITHOUT_DATA, forward_errors
+from steelyard.model.inputs import call_options, hidden_of, padding_of, without_cache
+from steelyard.model.placeholders import (
+    Ref,
+    Structure,
+    Touched,
+    Unknown,
+    filled,
+    refs_in,
+    replaced,
+    structure_of,
+)
+from steelyard.model.stacks import AS_A_WHOLE, model_layers
+from steelyard.observers.padding import without_padding
 
-__all__ = ["Batch", "LayerSequence", "decoder_layers"]
-
-_AS_A_WHOLE = 'pipeline="basic" runs the model as a whole'
+__all__ = ["Batch", "LayerSequence"]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Call:
-    """Arguments of one layer, besides the hidden state."""
+    """Arguments of one layer; a `Ref` stands for what another layer returns.
+
+    assumed: what the forward was told that the layer returns
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    assumed: Structure
+
+    @property
+    def layers(self) -> set[int]:
+        return {ref.layer for ref in refs_in((self.args, self.kwargs))}
 
 
 @dataclass
 class Batch:
-    """One batch: its token ids, current hidden state and recorded layer calls.
+    """One batch: what the model is called with, and how far it has come.
 
-    original: hidden state of the unquantized model, where an algorithm needs it
+    outputs: layer -> what it returned, where that is needed again
+    calls:   layer -> its arguments, for those that have yet to run
+    needed:  layers whose values the forward computes with, besides passing them on
+    waiting: layers whose values it cannot continue without; None when it came to its end
     """
 
-    input_ids: torch.Tensor
-    hidden: torch.Tensor
-    original: torch.Tensor | None = None
-    calls: list[Call] = field(default_factory=list)
+    inputs: Mapping[str, torch.Tensor]
+    outputs: dict[int, Any] = field(default_factory=dict)
+    calls: dict[int, Call] = field(default_factory=dict)
+    needed: set[int] = field(default_factory=set)
+    waiting: set[int] | None = field(default_factory=set)
 
-
-class _Withheld:
-    """Placeholder for a tensor that a layer returns after the hidden state."""
-
-
-def decoder_layers(model: Any) -> tuple[str, ModuleList]:
-    """Return the name of the list of decoder layers, and the list."""
-    classes = set(getattr(model, "_no_split_modules", None) or ())
-    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else None
-    depth = getattr(config, "num_hidden_layers", None)
-    text = set(_text_model(model).modules())  # a vision tower may be as deep
-    lists = [(n, m) for n, m in model.named_modules() if isinstance(m, ModuleList) and len(m) > 0]
-    lists = [(n, m) for n, m in lists if m in text]
-    known = [(n, m) for n, m in lists if all(type(layer).__name__ in classes for layer in m)]
-    deep = [(n, m) for n, m in known or lists if depth is None or len(m) == depth]
-    if len(deep) != 1:
-        raise PipelineError(
-            f"{type(model).__name__} has {len(deep)} lists of {depth} layers, so its decoder "
-            f"layers cannot be identified; {_AS_A_WHOLE}"
-        )
-    return deep[0]
-
-
-def _text_model(model: Any) -> Module:
-    """Return the text decoder; the whole model if it does not name one."""
-    found: Module | None = model.get_decoder() if hasattr(model, "get_decoder") else None
-    if isinstance(found, Module) and any(isinstance(m, ModuleList) for m in found.modules()):
-        return found
-    whole: Module = model  # some classes call their output head the decoder
-    return whole
+    def due(self, index: int) -> bool:
+        """Whether the forward can tell more, of `index` or layers after it."""
+        missing = index not in self.calls and self.waiting is not None
+        return missing and all(layer < index for layer in self.waiting or ())
 
 
 class LayerSequence:
-    """Runs the layers of a model one at a time over all batches."""
+    """Runs the layers of a model one at a time over all batches, while it is entered.
+
+    structures: what each layer returned
+    is_stateful: whether layers hand on values in an object that they change, such as Gemma 4's
+                 shared keys and values; files do not hold it, so that a run cannot resume
+    """
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self.name, self.layers = decoder_layers(model)
+        self.layers = model_layers(model)
+        self.modules = ModuleList([layer.module for layer in self.layers])
+        self.structures: dict[int, Structure] = {}
+        self.is_stateful = False
+        self._options = call_options(model)
         self._shared: list[torch.Tensor] = []
-        self._extra: tuple[Any, ...] | None = None  # what layers return after the hidden state
+        self._checked = False
+        self._replay: contextvars.ContextVar[_Replay | None] = contextvars.ContextVar(
+            "replay", default=None
+        )
+        self._entered = contextlib.ExitStack()
+
+    def __enter__(self) -> LayerSequence:
+        self._entered.enter_context(without_cache(self.model))
+        for index, module in enumerate(self.modules):
+            before = module.__dict__.get("forward")
+            self._entered.callback(_put_forward, module, before)
+            module.__dict__["forward"] = self._stub(index, module.forward)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._entered.close()
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def name(self, index: int) -> str:
+        return self.layers[index].name
 
     @torch.no_grad()
-    def start(self, batches: list[torch.Tensor], advance: Callable[[], None]) -> list[Batch]:
-        """Embed every batch and record the arguments of each layer.
+    def advance(self, batch: Batch, done: int) -> None:
+        """Record the calls of layers from `done` on, as far as the outputs before them allow.
 
-        The parameters outside the layers and those of the first layer must be in memory.
+        The parameters outside of the layers must be in memory.
         """
-        started: list[Batch] = []
-        if not batches:  # a rank without batches
-            return started
-        self._inspect_outputs(batches[0][:, :1])
-        for input_ids in batches:
-            batch = Batch(input_ids, torch.empty(0))
-            previous: list[torch.Tensor] = []
-
-            def record(
-                index: int,
-                *args: Any,
-                batch: Batch = batch,
-                previous: list[torch.Tensor] = previous,
-                **kwargs: Any,
-            ) -> Any:
-                hidden, args, kwargs = _split(args, kwargs)
-                if index == 0:
-                    batch.hidden = hidden
-                elif hidden is not previous[0]:
-                    raise self._refusal(f"changes the hidden state before layer {index}")
-                if _is_withheld((args, kwargs)):
-                    raise self._refusal(
-                        f"passes more than the hidden state from layer {index - 1} to {index}"
-                    )
-                previous[:] = [hidden]
-                batch.calls.append(Call(self._share(args), self._share(kwargs)))
-                if index == len(self.layers) - 1:
-                    raise StopForward
-                return self._output(hidden)
-
-            with (
-                forward_errors(self.model, f"the modules around {self.name}", _AS_A_WHOLE),
-                self._replaced(record),
-                contextlib.suppress(StopForward),
-            ):
-                self.model(input_ids=input_ids, use_cache=False)
-            if len(batch.calls) != len(self.layers):
-                raise self._refusal(
-                    f"calls {len(batch.calls)} of its {len(self.layers)} layers on token ids"
-                )
-            started.append(batch)
-            advance()
-        return started
-
-    def run(self, index: int, batch: Batch, original: bool = False) -> torch.Tensor:
-        """Return the output of layer `index` for a batch; its weights must be in memory.
-
-        original: run on the hidden states of the unquantized model
-        """
-        call = batch.calls[index]
-        hidden = batch.original if original else batch.hidden
-        assert hidden is not None
-        output: Any = hidden
-        with (
-            forward_errors(self.model, f"{self.name}.{index}", _AS_A_WHOLE),
-            contextlib.suppress(StopForward),  # raised by `StopAfter`, whose caller needs no output
-        ):
-            output = self.layers[index](hidden, *call.args, **call.kwargs)
-        found: torch.Tensor = output[0] if isinstance(output, tuple) else output
-        return found
-
-    @torch.no_grad()
-    def finish(self, batch: Batch) -> Any:
-        """Run the modules after the layers; their parameters must be in memory."""
-
-        def skip(index: int, *args: Any, **kwargs: Any) -> Any:
-            hidden, _, _ = _split(args, kwargs)
-            return self._output(batch.hidden if index == len(self.layers) - 1 else hidden)
-
-        with (
-            forward_errors(self.model, f"the modules after {self.name}", _AS_A_WHOLE),
-            self._replaced(skip),
-        ):
-            return self.model(input_ids=batch.input_ids, use_cache=False)
-
-    def _inspect_outputs(self, input_ids: torch.Tensor) -> None:
-        """Run the first layer on one token to find out what layers return besides hidden states."""
-        found: list[Any] = []
-
-        def inspect(_module: Module, _args: Any, output: Any) -> None:
-            found.append(output)
-            raise StopForward
-
-        versions = _versions(self.model)
-        handle = self.layers[0].register_forward_hook(inspect)
-        try:
-            with (
-                forward_errors(self.model, f"{self.name}.0", WITHOUT_DATA),
-                contextlib.suppress(StopForward),
-            ):
-                self.model(input_ids=input_ids, use_cache=False)
-        finally:
-            handle.remove()
-        if not found:
-            raise self._refusal(f"does not call {self.name}.0 on token ids")
-        if versions != _versions(self.model):
+        versions = None if self._checked else _versions(self.model)
+        self._forward(batch, done, f"the modules around {self.name(min(done, len(self) - 1))}")
+        if versions is not None and versions != _versions(self.model):
             raise PipelineError(
                 f"{type(self.model).__name__} changes its own weights when it runs, so they no "
                 f"longer match the checkpoint; {WITHOUT_DATA}"
             )
-        self._extra = None
-        if isinstance(found[0], tuple):
-            self._extra = tuple(_withheld(value) for value in found[0][1:])
+        self._checked = True
 
-    def _output(self, hidden: torch.Tensor) -> Any:
-        """Return a hidden state in the structure that layers return."""
-        return hidden if self._extra is None else (hidden, *self._extra)
+    def run(self, index: int, batch: Batch) -> Any:
+        """Return the output of a layer for a batch; its weights must be in memory."""
+        call = batch.calls[index]
 
-    def _refusal(self, why: str) -> PipelineError:
+        def value(leaf: Any) -> Any:
+            return leaf.of(batch.outputs[leaf.layer]) if isinstance(leaf, Ref) else leaf
+
+        args, kwargs = replaced(call.args, value), replaced(call.kwargs, value)
+        with (
+            forward_errors(self.model, self.name(index), AS_A_WHOLE),
+            without_padding(padding_of(batch.inputs, hidden_of(args, kwargs))),
+            contextlib.suppress(StopForward),  # raised by `StopAfter`, whose caller needs no output
+        ):
+            return self.modules[index](*args, **kwargs)
+
+    def input(self, index: int, batch: Batch) -> torch.Tensor:
+        """Return the hidden state that goes into a layer."""
+        call = batch.calls[index]
+        hidden = hidden_of(call.args, call.kwargs)
+        found: torch.Tensor = (
+            hidden.of(batch.outputs[hidden.layer]) if isinstance(hidden, Ref) else hidden
+        )
+        return found
+
+    def put(self, index: int, batch: Batch, output: Any) -> None:
+        """Take what a layer returned, and forget the outputs that nothing needs any more."""
+        structure = structure_of(output, self.input(index, batch), self.name(index))
+        call = batch.calls.pop(index)
+        self.structures[index] = structure
+        batch.outputs[index] = output
+        if structure != call.assumed:  # so the calls after it were recorded with a wrong stand-in
+            batch.calls.clear()
+            batch.waiting = {index}
+            batch.needed.add(index)
+        kept = batch.needed.union(*(call.layers for call in batch.calls.values()))
+        for layer in [each for each in batch.outputs if each not in kept]:
+            del batch.outputs[layer]
+
+    @torch.no_grad()
+    def finish(self, batch: Batch) -> Any:
+        """Run the modules after the layers; their parameters must be in memory."""
+        return self._forward(batch, len(self), f"the modules after {self.name(len(self) - 1)}")
+
+    def _forward(self, batch: Batch, done: int, where: str) -> Any:
+        """Run the model's forward with stubs for layers; again while it needs outputs at hand."""
+        while True:
+            batch.calls.clear()
+            replay = _Replay(self, batch, done)
+            token = self._replay.set(replay)
+            try:
+                with forward_errors(self.model, where, AS_A_WHOLE, passing=Touched):
+                    output = self.model(**batch.inputs, **self._options)
+                batch.waiting = None
+                return output
+            except Touched as stop:
+                batch.waiting = stop.layers
+                batch.needed |= stop.layers | replay.held()
+                gone = {i for i in stop.layers if i < done and i not in batch.outputs}
+            finally:
+                self._replay.reset(token)
+            if gone:
+                raise self.refusal(f"uses the output of {self.name(min(gone))} again")
+            if any(layer >= done for layer in batch.waiting):
+                return None
+
+    def refusal(self, why: str) -> PipelineError:
         return PipelineError(
-            f"{type(self.model).__name__} {why}, so its layers cannot run alone; {_AS_A_WHOLE}"
+            f"{type(self.model).__name__} {why}, so its layers cannot run alone; {AS_A_WHOLE}"
         )
 
-    @contextlib.contextmanager
-    def _replaced(self, forward: Callable[..., Any]) -> Iterator[None]:
-        def bound(index: int) -> Callable[..., Any]:
-            return lambda *args, **kwargs: forward(index, *args, **kwargs)
+    def guess(self, index: int) -> Structure:
+        """Return what a layer returned, or what the last layer of its class did."""
+        kind = type(self.modules[index])
+        alike = [i for i in range(index, -1, -1) if type(self.modules[i]) is kind]
+        return next((self.structures[i] for i in alike if i in self.structures), "hidden")
 
-        before = [layer.__dict__.get("forward") for layer in self.layers]
-        try:
-            for index, layer in enumerate(self.layers):
-                layer.__dict__["forward"] = bound(index)
-            yield
-        finally:
-            for layer, present in zip(self.layers, before, strict=True):
-                del layer.__dict__["forward"]
-                if present is not None:
-                    layer.__dict__["forward"] = present
-
-    def _share(self, value: Any) -> Any:
+    def share(self, value: Any) -> Any:
         """Keep one copy of tensors that are equal in many batches, such as masks."""
-        if isinstance(value, torch.Tensor):
-            for known in self._shared:
-                if known is value:
-                    return known
-                alike = known.shape == value.shape and known.dtype == value.dtype
-                if alike and torch.equal(known, value):
-                    return known
-            if len(self._shared) < 256:
-                self._shared.append(value)
+        if not isinstance(value, torch.Tensor):
             return value
-        if isinstance(value, (tuple, list)):
-            return type(value)(self._share(v) for v in value)
-        if isinstance(value, dict):
-            return {k: self._share(v) for k, v in value.items()}
+        for known in self._shared:
+            alike = known.shape == value.shape and known.dtype == value.dtype
+            if known is value or (alike and torch.equal(known, value)):
+                return known
+        if len(self._shared) < 256:
+            self._shared.append(value)
         return value
+
+    def _stub(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def stub(*args: Any, **kwargs: Any) -> Any:
+            replay = self._replay.get()
+            return forward(*args, **kwargs) if replay is None else replay.call(index, args, kwargs)
+
+        return stub
+
+
+class _Replay:
+    """One run of the model's forward with stubs in the place of layers."""
+
+    def __init__(self, sequence: LayerSequence, batch: Batch, done: int) -> None:
+        self.sequence = sequence
+        self.batch = batch
+        self.done = done
+        self._called: set[int] = set()
+        self._given: list[weakref.ref[Unknown]] = []
+
+    def call(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        sequence, batch = self.sequence, self.batch
+        if index in self._called:
+            raise sequence.refusal(f"calls {sequence.name(index)} more than once")
+        self._called.add(index)
+        if index < self.done and index in batch.outputs and index in batch.needed:
+            return replaced(batch.outputs[index], _copied)
+        structure = sequence.guess(index)
+        if index >= self.done:
+            given, named = replaced((args, kwargs), self._recorded)
+            batch.calls[index] = Call(given, named, structure)
+        hidden = hidden_of(args, kwargs)
+        like = hidden.like if isinstance(hidden, Unknown) else hidden
+
+        def leaf(place: tuple[int | str, ...], kind: str) -> Unknown:
+            made = Unknown.of(Ref(index, place), like if kind == "hidden" else None)
+            self._given.append(weakref.ref(made))
+            return made
+
+        return filled(structure, leaf)
+
+    def held(self) -> set[int]:
+        """Return the layers whose stand-ins the forward still holds, so that it may use them."""
+        alive = (ref() for ref in self._given)
+        layers = {each.ref.layer for each in alive if each is not None}
+        return {i for i in layers if i >= self.done or i in self.batch.outputs}
+
+    def _recorded(self, value: Any) -> Any:
+        if isinstance(value, MutableMapping):
+            self.sequence.is_stateful = True
+        return value.ref if isinstance(value, Unknown) else self.sequence.share(value)
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of a tensor, since the model's code may change what it is given."""
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _put_forward(module: Module, forward: Any) -> None:
+    del module.__dict__["forward"]
+    if forward is not None:
+        module.__dict__["forward"] = forward
 
 
 def _versions(model: Module) -> list[int]:
     """Return torch's write counter of each parameter."""
     return [0 if p.is_inference() else p._version for p in model.parameters()]
-
-
-def _withheld(value: Any) -> Any:
-    """Replace the tensors in a value by placeholders, so that using one fails."""
-    if isinstance(value, torch.Tensor):
-        return _Withheld()
-    if isinstance(value, (tuple, list)):
-        return type(value)(_withheld(v) for v in value)
-    return value
-
-
-def _is_withheld(value: Any) -> bool:
-    if isinstance(value, (tuple, list, dict)):
-        return any(map(_is_withheld, value.values() if isinstance(value, dict) else value))
-    return isinstance(value, _Withheld)
-
-
-def _split(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]]:
-    """Separate the hidden state from the other arguments of a layer."""
-    if args:
-        return args[0], args[1:], kwargs
-    return kwargs["hidden_states"], (), {k: v for k, v in kwargs.items() if k != "hidden_states"}

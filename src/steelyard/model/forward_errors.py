@@ -19,20 +19,24 @@ WITHOUT_DATA = (
     "a scheme that needs no calibration data, such as FP8_DYNAMIC, works from the files alone"
 )
 _PACKAGE = str(Path(__file__).parents[1])
+_STUBS = str(Path(__file__).with_name("blocks.py"))  # which layers are called through
 
 
 @contextlib.contextmanager
-def forward_errors(model: Any, where: str, remedy: str) -> Iterator[None]:
+def forward_errors(
+    model: Any, where: str, remedy: str, passing: type[Exception] = SteelyardError
+) -> Iterator[None]:
     """Turn an exception of the model's code into a PipelineError.
 
     Our own errors and out-of-memory errors pass unchanged.
 
-    where:  the part of the model that runs
-    remedy: a clause that says what to do
+    where:   the part of the model that runs
+    remedy:  a clause that says what to do
+    passing: exceptions that pass unchanged, too
     """
     try:
         yield
-    except (SteelyardError, MemoryError, torch.OutOfMemoryError):
+    except (SteelyardError, MemoryError, torch.OutOfMemoryError, passing):
         raise
     except Exception as error:
         if _is_ours(error):
@@ -47,5 +51,6 @@ def forward_errors(model: Any, where: str, remedy: str) -> Iterator[None]:
 def _is_ours(error: Exception) -> bool:
     """Whether code of this package, such as an observer, raised the error inside the forward."""
     frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    frames = [name for name in frames if name != _STUBS]
     entered = next((i for i, name in enumerate(frames) if not name.startswith(_PACKAGE)), None)
     return entered is None or any(name.startswith(_PACKAGE) for name in frames[entered:])

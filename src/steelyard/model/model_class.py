@@ -17,7 +17,7 @@ from torch.nn import Linear, Module, MultiheadAttention
 from steelyard.foreign import reason_of, show
 from steelyard.model.meta_parameters import parameters_on_meta
 
-__all__ = ["MOST_PARAMETERS", "ModelClass", "NoModelClass", "build", "tied_modules"]
+__all__ = ["MOST_PARAMETERS", "ModelClass", "NoModelClass", "build", "named_class", "tied_modules"]
 
 _MOST_LAYERS = 4096  # beyond this the class is not built: a config may state any number
 MOST_PARAMETERS = 100_000
@@ -197,13 +197,23 @@ def _floats(value: Any) -> Any:
     return [_floats(each) for each in value] if isinstance(value, list) else value
 
 
-def _class_for(transformers: Any, made: Any, config: Mapping[str, Any]) -> Any:
-    """Return the class that the config names, else the causal language model, else the base."""
+def named_class(config: Mapping[str, Any]) -> Any:
+    """Return the class of transformers that config.json names; None if it names none."""
+    import transformers
+
     named = config.get("architectures")
     for name in named if isinstance(named, list) else []:
         found = getattr(transformers, name, None) if isinstance(name, str) else None
         if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
             return found
+    return None
+
+
+def _class_for(transformers: Any, made: Any, config: Mapping[str, Any]) -> Any:
+    """Return the class that the config names, else the causal language model, else the base."""
+    named = config.get("architectures")
+    if (found := named_class(config)) is not None:
+        return found
     for auto in (transformers.AutoModelForCausalLM, transformers.AutoModel):
         try:
             found = auto._model_mapping[type(made)]

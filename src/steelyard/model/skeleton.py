@@ -7,10 +7,11 @@ itself maps each tensor back to the names under which it would be saved.
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn import Module, Parameter
@@ -18,12 +19,11 @@ from torch.nn import Module, Parameter
 from steelyard.checkpoint import CheckpointView, Shards
 from steelyard.errors import PipelineError
 from steelyard.foreign import reason_of, show
-from steelyard.model.forward_errors import WITHOUT_DATA
 from steelyard.model.meta_parameters import parameters_on_meta
-from steelyard.model.model_class import ModelClass
+from steelyard.model.model_class import ModelClass, named_class
 from steelyard.model.unstacking import unstack
 
-__all__ = ["build_skeleton", "encoder_refusal", "own_buffers", "parts_of", "saved_as"]
+__all__ = ["build_skeleton", "own_buffers", "parts_of", "saved_as"]
 
 MORE, SPARE = 4, 100_000  # parameters that a model may have: for each tensor of the files, and more
 _LAYERS = re.compile(r"^(n|num)_(\w+_)?(layers?|blocks)$|^(en|de)coder_layers$")
@@ -37,8 +37,6 @@ def build_skeleton(
     Stacked experts become Linear layers, each with tensors of its own. A model that cannot be
     filled tensor by tensor is loaded as a whole.
     """
-    if refusal := encoder_refusal(shards.config, str(shards.config.get("model_type"))):
-        raise PipelineError(refusal)
     skeleton = _skeleton(folder, shards, trust_remote_code)
     stored = {tensor: name for stack in unstack(skeleton) for tensor, name in stack.keys.items()}
     keys, joined, missing = _keys(skeleton, shards, stored)
@@ -50,24 +48,9 @@ def build_skeleton(
     return skeleton.eval(), keys, joined
 
 
-def encoder_refusal(config: Mapping[str, Any], name: str) -> str | None:
-    """Return why an encoder-decoder model, such as T5 or Whisper, cannot run; None for others.
-
-    name: used in the message if the config names no class
-    """
-    if config.get("is_encoder_decoder") is not True:
-        return None
-    classes = config.get("architectures")
-    name = str(classes[0]) if isinstance(classes, list) and classes else name
-    return (
-        f"{name} has an encoder and a decoder, and only decoder-only models can run on "
-        f"calibration data; {WITHOUT_DATA}"
-    )
-
-
 def _skeleton(folder: Path, shards: CheckpointView, trust_remote_code: bool) -> Any:
     """Build the model class with parameters on the meta device."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     _check_layers(shards)
     try:
@@ -75,23 +58,31 @@ def _skeleton(folder: Path, shards: CheckpointView, trust_remote_code: bool) -> 
         if getattr(config, "quantization_config", None) is not None:  # the view dequantizes
             del config.quantization_config
         dtype = _stored_dtype(config, shards)
-        options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
+        make = _maker(config, shards, trust_remote_code)
         with parameters_on_meta(limit=MORE * len(shards) + SPARE):
-            if _has_sdpa(config):
+            if _has_sdpa(config, shards):
                 with contextlib.suppress(ValueError):  # a part of the model may not have it
-                    return AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                        config, attn_implementation="sdpa", **options
-                    )
-            return AutoModelForCausalLM.from_config(config, **options)  # type: ignore[no-untyped-call]
+                    return make(config, dtype=dtype, attn_implementation="sdpa")
+            return make(config, dtype=dtype)
     except (PipelineError, MemoryError):
         raise
     except Exception as error:  # a setting of a wrong type in config.json can raise anything
         kind = shards.config.get("model_type")
         raise PipelineError(
-            f"{folder} is a {show(kind)}, for which transformers builds no causal language model "
+            f"{folder} is a {show(kind)}, for which transformers builds no model "
             f"({reason_of(error)}). Correct config.json, or load the model with its own class and "
             "pass the module; a recipe that needs no calibration data works from the files alone"
         ) from error
+
+
+def _maker(config: Any, shards: CheckpointView, trust_remote_code: bool) -> Callable[..., Any]:
+    """Return what builds the class that config.json names; else that of a causal language model."""
+    from transformers import AutoModelForCausalLM
+
+    named = named_class(shards.config)
+    if named is not None and not (trust_remote_code and hasattr(config, "auto_map")):
+        return cast(Callable[..., Any], named._from_config)
+    return functools.partial(AutoModelForCausalLM.from_config, trust_remote_code=trust_remote_code)
 
 
 def _check_layers(shards: CheckpointView) -> None:
@@ -214,6 +205,7 @@ def _load_converted(folder: Path, shards: CheckpointView, skeleton: Any, trust: 
     """Load a model whose class converts tensors of the files, such as stacked experts."""
     from transformers import AutoModelForCausalLM
 
+    loader = named_class(shards.config) or AutoModelForCausalLM
     options: dict[str, Any] = {
         "dtype": next(skeleton.parameters()).dtype,
         "output_loading_info": True,
@@ -226,7 +218,7 @@ def _load_converted(folder: Path, shards: CheckpointView, skeleton: Any, trust: 
         )
     else:
         try:  # without use_safetensors, it may open pytorch_model.bin, a pickle
-            answer = AutoModelForCausalLM.from_pretrained(
+            answer = loader.from_pretrained(
                 folder, trust_remote_code=trust, use_safetensors=True, **options
             )
         except OSError as error:
@@ -257,9 +249,12 @@ def _stored_dtype(config: Any, shards: Shards) -> torch.dtype:
     return max(sizes, key=lambda d: sizes[d])
 
 
-def _has_sdpa(config: Any) -> bool:
+def _has_sdpa(config: Any, shards: CheckpointView) -> bool:
     from transformers import AutoModelForCausalLM
 
+    named = named_class(shards.config)
+    if named is not None:
+        return bool(getattr(named, "_supports_sdpa", False))
     try:
         classes = AutoModelForCausalLM._model_mapping[type(config)]
     except KeyError:

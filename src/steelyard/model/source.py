@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.nn import Module, Parameter
 
-from steelyard.checkpoint import CheckpointView
+from steelyard.checkpoint import CheckpointView, Shards
 from steelyard.errors import PipelineError
 from steelyard.model.file_modules import FilesModel
 from steelyard.model.model_class import ModelClass, NoModelClass
@@ -26,6 +26,7 @@ from steelyard.model.model_folder import model_folder
 from steelyard.model.restoring import restored_on_error
 from steelyard.model.skeleton import build_skeleton, parts_of
 from steelyard.model.unstacking import Unstacked, unstack
+from steelyard.model.written_names import files_of, written_names
 
 __all__ = ["Source"]
 
@@ -37,6 +38,7 @@ class Source:
     shards: the files behind the skeleton; None for a caller's module
     keys:   tensor of the model -> its name in the files
     joined: tensor of the model -> the names of its parts in the files, such as experts
+    loaded_from: the files that a caller's module was loaded from, if they are still there
     """
 
     def __init__(
@@ -45,12 +47,14 @@ class Source:
         shards: CheckpointView | None = None,
         keys: dict[str, str] | None = None,
         joined: dict[str, list[str]] | None = None,
+        loaded_from: Shards | None = None,
     ) -> None:
         self.model = model
         self.shards = shards
         self.keys = keys or {}
         self.joined = joined or {}
         self._stacks: list[Unstacked] = []  # of a loaded module
+        self.loaded_from = loaded_from
 
     @property
     def in_memory(self) -> bool:
@@ -63,7 +67,8 @@ class Source:
         """Open a folder, a name on the hub, or a loaded module."""
         if isinstance(model, Module):
             _check_module(model)
-            return cls(model)
+            files = files_of(model)
+            return cls(model, None, written_names(model, files), loaded_from=files)
         folder = model_folder(model, revision)
         shards = CheckpointView(folder)
         skeleton, keys, joined = build_skeleton(folder, shards, trust_remote_code)

@@ -26,7 +26,7 @@ from pydantic import Field, field_validator, model_validator
 from steelyard.errors import PipelineError
 from steelyard.formats import stored_as
 from steelyard.formats.tensor_names import GROUP_INDEX
-from steelyard.model.blocks import decoder_layers
+from steelyard.model.stacks import decoder_layers
 from steelyard.modifiers.modifier import Modifier
 from steelyard.modifiers.nearest import QuantizationModifier
 from steelyard.modifiers.observer_choice import with_default

@@ -88,6 +88,8 @@ class Plan:
     passes: float = 1  # of the tokens through each layer; Hessians cost as much as half a pass
     moments: int = 0  # bytes of the Hessians that GPTQ holds for a layer
     waiting: int = 0  # bytes of the batches that wait inside of a layer
+    whole: bool = False  # whether data runs through the model as a whole
+    route: str = ""  # how data runs through the model, where there is any
 
     @property
     def output_bytes(self) -> int:
@@ -114,7 +116,8 @@ class Plan:
             return 2 * self.budget
         inside = sum(_bytes(p.dtype, p.shape) for p in self.quantized) // max(self.layers, 1)
         outside = sum(left.nbytes for left in self.left) + self.small_bytes
-        weights = max(inside, outside) * (3 if self.tokens else 1)
+        most = inside * max(self.layers, 1) + outside if self.whole else max(inside, outside)
+        weights = most * (3 if self.tokens else 1)
         return weights + 4 * self.tokens * self.hidden + self.moments + self.waiting
 
     def require(self) -> None:
@@ -140,6 +143,8 @@ class Plan:
             names = [left.name for left in self.left if left.reason == reason]
             shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
             lines.append(f"not quantized: {shown} ({reason})")
+        if self.route:
+            lines.append(self.route)
         if not self.errors:  # else there is no size to tell
             lines.append(
                 f"{size(self.source_bytes)} -> {size(self.output_bytes)}; about "

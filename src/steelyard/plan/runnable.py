@@ -1,50 +1,47 @@
-"""Whether calibration data, which are token ids, can run through a model; asked before any work."""
+"""How a model will run on calibration data: layer by layer, or as a whole."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from steelyard.errors import PipelineError
-from steelyard.model.blocks import decoder_layers
-from steelyard.model.forward_errors import WITHOUT_DATA
-from steelyard.model.skeleton import encoder_refusal
-from steelyard.model.source import Source
+from steelyard.model.module_names import grouped
+from steelyard.model.stacks import Layer, model_layers
+from steelyard.words import count
 
-__all__ = ["unrunnable"]
-
-
-def unrunnable(source: Source, pipeline: str) -> Iterator[str]:
-    """Yield why the model cannot be calibrated in this way."""
-    model, config = source.model, source.config()
-    name = type(model).__name__
-    if refusal := encoder_refusal(config, name):
-        yield refusal
-        return
-    needed = _needed_inputs(model)
-    if needed:
-        yield (
-            f"{name} needs {', '.join(needed)}, and calibration data holds token ids alone; "
-            f"{WITHOUT_DATA}"
-        )
-        return
-    if pipeline != "basic":
-        try:
-            decoder_layers(model)
-        except PipelineError as error:
-            yield str(error)
+__all__ = ["Route", "route_of"]
 
 
-def _needed_inputs(model: Any) -> list[str]:
-    """Return what the forward cannot do without, besides token ids."""
-    parameters = inspect.signature(model.forward).parameters.values()
-    fixed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    needed = [
-        p.name
-        for p in parameters
-        if p.default is inspect.Parameter.empty and p.kind not in fixed and p.name != "input_ids"
-    ]
-    if needed or any(p.kind in fixed or p.name == "input_ids" for p in parameters):
-        return needed
-    return [str(getattr(model, "main_input_name", "other input"))]
+@dataclass(frozen=True)
+class Route:
+    """The way through a model.
+
+    whole: whether the model runs as a whole, and is in memory as a whole
+    text:  a sentence for the plan
+    """
+
+    whole: bool
+    text: str
+
+
+def route_of(model: Any, pipeline: str) -> Route:
+    """Return how batches will run through a model.
+
+    Raises a PipelineError if it cannot run layer by layer, but must by `pipeline="sequential"`.
+    """
+    if pipeline == "basic":
+        return Route(True, 'the model runs as a whole, as pipeline="basic" asks')
+    try:
+        return Route(False, _stacks(model_layers(model)))
+    except PipelineError as error:
+        if pipeline == "sequential":
+            raise
+        reason = str(error).partition(";")[0]
+        return Route(True, f"the model runs as a whole, with all of it in memory: {reason}")
+
+
+def _stacks(layers: list[Layer]) -> str:
+    stacks = grouped(layers, lambda layer: layer.name, lambda layer: layer.name.rpartition(".")[0])
+    parts = [f"{name} ({count(len(members), 'layer')})" for name, members in stacks]
+    return f"runs one layer at a time: {', then '.join(parts)}"

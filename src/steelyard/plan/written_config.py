@@ -63,8 +63,10 @@ def _ignored(
     quantized = {source.class_name(planned.name) for planned in plan.quantized}
     yield from (pattern for pattern in config.ignore if pattern not in quantized)
     modules = dict(source.model.named_modules())
-    names = {source.module_key(name): name for name in modules}
-    for name in plain:
+    names: dict[str, str] = {}
+    for name in modules:  # of tied ones the first: the embedding, not the head
+        names.setdefault(source.module_key(name), name)
+    for name in sorted(plain):
         module = modules[names[name]] if name in names else None
         embeds = isinstance(module, Embedding) and likely_class(name) == "Embedding"
         if not embeds and not any(match_name(name, pattern) for pattern in config.ignore):

@@ -1,0 +1,87 @@
+"""Samples that are mappings of tensors: token ids with pixels, audio features, masks or labels.
+
+What a processor gives goes to the model as it is. A row of token ids alone is no such sample:
+`tokens` reads it, removes its padding, and batches it with others of its length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from steelyard.errors import DataError
+from steelyard.foreign import printable
+
+__all__ = ["Inputs", "model_inputs", "num_tokens"]
+
+Inputs = dict[str, torch.Tensor]
+"""What a model is called with, by the names that its forward has for them."""
+
+TOKENS = ("input_ids", "attention_mask")
+_COUNTED = ("input_ids", "decoder_input_ids", "labels")
+
+
+def model_inputs(row: Mapping[Any, Any], where: str) -> Inputs | None:
+    """Return the tensors of a row; None for token ids alone, and for rows without tensors.
+
+    Text, single numbers and other columns that are no tensors are not read.
+    """
+    if all(not _is_numbers(value) for name, value in row.items() if name not in TOKENS):
+        return None
+    given = {str(k): _tensor(v, str(k), where) for k, v in row.items() if _is_numbers(v)}
+    return _batched(given, where)
+
+
+def num_tokens(inputs: Mapping[str, torch.Tensor]) -> int:
+    """Return the number of tokens of a batch, without padding; of audio alone, its frames."""
+    mask = inputs.get("attention_mask")
+    if mask is not None and mask.ndim == 2:
+        return int(mask.count_nonzero())
+    counted = next((inputs[name] for name in _COUNTED if name in inputs), None)
+    if counted is not None:
+        return counted.numel()
+    first = next(iter(inputs.values()))
+    return int(first.shape[0] * first.shape[-1])
+
+
+def _batched(given: Inputs, where: str) -> Inputs:
+    """Give one sample its batch dimension, where that can be done without a guess."""
+    ids = given.get("input_ids")
+    if ids is None or ids.ndim == 2:
+        return given
+    other = next((name for name, value in given.items() if value.shape != ids.shape), None)
+    if ids.ndim != 1 or other is not None:
+        raise DataError(
+            f"{where}: input_ids is {tuple(ids.shape)} beside {other} "
+            f"{tuple(given[other or 'input_ids'].shape)}, so what is the batch dimension? Give "
+            "input_ids of (1, seq), as a processor does, or pass data_collator="
+        )
+    return {name: value[None] for name, value in given.items()}
+
+
+def _is_numbers(value: Any) -> bool:
+    """Whether a value is a tensor, an array, or a nested list of numbers."""
+    while isinstance(value, (list, tuple)) and value:
+        value = value[0]
+        if isinstance(value, (bool, int, float, np.number)):
+            return True
+    return isinstance(value, (torch.Tensor, np.ndarray)) and value.ndim > 0
+
+
+def _tensor(value: Any, name: str, where: str) -> torch.Tensor:
+    try:
+        if isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Tensor):
+            value = torch.stack(list(value))
+        elif isinstance(value, (list, tuple)):
+            value = np.asarray(value)
+        found = torch.as_tensor(value).detach().cpu()
+    except (TypeError, ValueError, RuntimeError):
+        raise DataError(
+            f"{where}: {printable(name)} must be numbers in rows of equal length"
+        ) from None
+    if found.is_floating_point() and found.dtype == torch.float64:
+        found = found.float()  # Python's own floats
+    return found

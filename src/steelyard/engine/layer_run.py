@@ -1,0 +1,119 @@
+"""Calibrates a model layer by layer: all batches run through one layer at a time."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from steelyard.data.samples import Samples
+from steelyard.engine.parts import Flow, Part
+from steelyard.engine.progress import progress
+from steelyard.model.blocks import Batch, LayerSequence
+from steelyard.model.hidden_states import load_hidden, save_hidden
+from steelyard.model.inputs import output_head
+from steelyard.model.placeholders import first_tensor
+from steelyard.model.precision import computing_in
+from steelyard.observers.lifecycle import with_schemes
+
+if TYPE_CHECKING:
+    from steelyard.engine.run import Run
+
+__all__ = ["LayerRun"]
+
+
+class LayerRun:
+    """The batches of this rank on their way through the layers of a model.
+
+    batches:   by number in the run, each with its partial sum
+    originals: the same through the unquantized model, where an algorithm needs it
+    """
+
+    def __init__(self, run: Run, samples: Samples) -> None:
+        self.run = run
+        self.sequence = LayerSequence(run.source.model)
+        mine = run.share(samples)
+        self.places = [place for place, _ in mine]
+        self.batches = {place[0]: Batch(inputs) for place, inputs in mine}
+        kept = run.solver.needs("originals")
+        self.originals = {i: Batch(b.inputs) for i, b in self.batches.items()} if kept else {}
+
+    @torch.no_grad()
+    def go(self) -> None:
+        """Calibrate all layers, then everything outside of them."""
+        run, sequence = self.run, self.sequence
+        total = len(self.batches) * (len(sequence) + 1)
+        with run.pool, sequence, progress("calibrating", total, run.show) as advance:
+            if run.done:
+                load_hidden(sequence, self._named(), run.marks.kept("hidden"))
+                advance(run.done * len(self.batches))
+            for index in range(run.done, len(sequence)):
+                self._record(index)
+                self._layer(index, advance)
+                if not any(run.ranks.gather(sequence.is_stateful)):
+                    run.marks.layer_done(index, self._save)
+            self._record(len(sequence))
+            ends = [functools.partial(sequence.finish, b) for b in self.batches.values()]
+            run.rest(sequence.layers, Flow(ends, places=self.places))
+
+    def _record(self, index: int) -> None:
+        """Find out what the next layers are called with."""
+        run, model = self.run, self.run.source.model
+        due = [batch for batch in self._named().values() if batch.due(index)]
+        if not due or index == len(self.sequence):
+            return
+        inside, head = self.sequence.modules, output_head(model)
+        with (
+            run.source.loaded(model, "", inside, () if head is None else (head,)),
+            computing_in(model, run.dtype, without=inside),
+        ):
+            for batch in due:
+                self.sequence.advance(batch, index)
+                run.ranks.look()
+
+    def _layer(self, index: int, advance: Callable[..., None]) -> None:
+        run, sequence = self.run, self.sequence
+        name, module = sequence.layers[index].name, sequence.modules[index]
+        called = [p for p in self.places if index in self.batches[p[0]].calls]
+        batches = [self.batches[number] for number, _ in called]
+        forwards = [functools.partial(sequence.run, index, batch) for batch in batches]
+
+        def take(outputs: Iterable[Any]) -> None:
+            for batch, output in zip(batches, outputs, strict=True):
+                sequence.put(index, batch, output)
+                run.ranks.look()
+                advance()
+
+        advance(len(self.batches) - len(batches))
+        quantized = with_schemes(module, name) or run.solver.transforms
+        if not (quantized or batches or run.source.in_memory):
+            return  # a tower that this data does not reach
+        flow = Flow(forwards, take, [self._tokens(index, b) for b in batches], called)
+        part = Part(name, module)
+        run.calibrate(part, flow, functools.partial(self._originals, index))
+
+    def _originals(self, index: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Run the unquantized layer; return its hidden states, in and out, by batch."""
+        found = []
+        for batch in self.originals.values():
+            if index in batch.calls:
+                hidden, output = self.sequence.input(index, batch), self.sequence.run(index, batch)
+                found.append((hidden, first_tensor(output)))
+                self.sequence.put(index, batch, output)
+        return found
+
+    def _tokens(self, index: int, batch: Batch) -> int:
+        hidden = self.sequence.input(index, batch)
+        return hidden.numel() // hidden.shape[-1]
+
+    def _named(self) -> Mapping[str, Batch]:
+        return {
+            **{str(i): batch for i, batch in self.batches.items()},
+            **{f"{i}.original": batch for i, batch in self.originals.items()},
+        }
+
+    def _save(self, path: Path) -> None:
+        save_hidden(self.sequence, self._named(), path)

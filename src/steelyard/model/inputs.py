@@ -1,0 +1,106 @@
+"""What a model is called with: the tensors of a sample, and options that switch its cache off."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from steelyard.errors import DataError, nearest
+from steelyard.model.placeholders import Ref
+
+__all__ = [
+    "accepted_inputs",
+    "call_options",
+    "check_inputs",
+    "hidden_of",
+    "output_head",
+    "padding_mask",
+    "padding_of",
+    "without_cache",
+]
+
+_MASKS = ("attention_mask", "decoder_attention_mask")
+_REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def accepted_inputs(model: Any) -> set[str]:
+    """Return the names that the forward of a model takes, or that of a part it hands them to."""
+    parts = [model, *(m for m in model.children() if hasattr(m, "config"))]
+    return {name for part in parts for name in _parameters(part)}
+
+
+def check_inputs(model: Any, inputs: Mapping[str, torch.Tensor], where: str) -> None:
+    """Raise a DataError for inputs that the model's forward does not take, or that it lacks.
+
+    where: the sample, for messages
+    """
+    accepted, kind = accepted_inputs(model), type(model).__name__
+    for name in inputs:
+        if name not in accepted:
+            raise DataError(
+                f"{where}: {name} {tuple(inputs[name].shape)} is nothing that the forward of "
+                f"{kind} takes; remove it from the data. {nearest(name, sorted(accepted))}"
+            )
+    needed = [n for n, p in _parameters(model).items() if p.default is inspect.Parameter.empty]
+    missing = [name for name in needed if name not in inputs]
+    if missing:
+        given = ", ".join(inputs)
+        raise DataError(f"{where}: {kind} needs {', '.join(missing)}, and the sample has {given}")
+
+
+def _parameters(module: Any) -> dict[str, inspect.Parameter]:
+    parameters = inspect.signature(module.forward).parameters.items()
+    return {name: p for name, p in parameters if p.kind not in _REST}
+
+
+def call_options(model: Any) -> dict[str, Any]:
+    """Return the options that every call of the model gets."""
+    return {"use_cache": False} if "use_cache" in _parameters(model) else {}
+
+
+@contextlib.contextmanager
+def without_cache(model: Any) -> Iterator[None]:
+    """Switch caches off in the configs of the model and its parts; restore them on exit."""
+    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+    using = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
+    try:
+        for config in using:
+            config.use_cache = False
+        yield
+    finally:
+        for config in using:
+            config.use_cache = True
+
+
+def output_head(model: Any) -> str | None:
+    """Return the name of the output head; None if the model has none."""
+    try:
+        head = model.get_output_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+    return next((n for n, m in model.named_modules() if head is not None and m is head), None)
+
+
+def hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return the hidden state among the arguments of a layer: the first tensor, or a `Ref`."""
+    given = [*args, *([kwargs["hidden_states"]] if "hidden_states" in kwargs else ())]
+    return next(v for v in [*given, *kwargs.values()] if isinstance(v, (torch.Tensor, Ref)))
+
+
+def padding_mask(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    """Return the mask of padding of a whole model's input; None without padding."""
+    masks = [inputs[name] for name in _MASKS if name in inputs and not bool(inputs[name].all())]
+    return masks[0] if masks else None
+
+
+def padding_of(inputs: Mapping[str, torch.Tensor], hidden: torch.Tensor) -> torch.Tensor | None:
+    """Return the mask of padding that belongs to hidden states, (batch, seq); None without one."""
+    for name in _MASKS:
+        mask = inputs.get(name)
+        if mask is not None and mask.shape == hidden.shape[:2]:
+            return mask
+    return None

@@ -1,0 +1,130 @@
+"""Rows with images and audio, through processors of transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import transformers
+from multimodal import IMAGE
+from PIL import Image
+from sample_rows import take, unused
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.testing import assert_close
+
+from steelyard.data.mappings import Inputs
+from steelyard.errors import DataError
+
+TEMPLATE = (
+    "{% for m in messages %}{% for c in m['content'] %}{% if c['type'] == 'image' %}<image> "
+    "{% else %}{{ c['text'] }} {% endif %}{% endfor %}{% endfor %}"
+)
+
+
+def tokenizer() -> Any:
+    vocabulary = {f"w{i}": i for i in range(IMAGE)} | {"<image>": IMAGE, "<unk>": IMAGE + 1}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        unk_token="<unk>",
+        pad_token="w0",
+        additional_special_tokens=["<image>"],
+    )
+
+
+def llava() -> Any:
+    size = {"height": 28, "width": 28}
+    images = transformers.CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size=size)
+    return transformers.LlavaProcessor(
+        image_processor=images,
+        tokenizer=tokenizer(),
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=TEMPLATE,
+    )
+
+
+def whisper() -> Any:
+    ears = transformers.WhisperFeatureExtractor(feature_size=16, chunk_length=1, hop_length=500)
+    return transformers.WhisperProcessor(ears, tokenizer())
+
+
+def picture() -> Image.Image:
+    return Image.fromarray(np.random.default_rng(0).integers(0, 255, (40, 30, 3), dtype=np.uint8))
+
+
+def taken(dataset: Any, processor: Any, **options: Any) -> list[Inputs]:
+    return take(dataset, tokenizer=unused, processor=lambda: processor, **options).batches
+
+
+def expected(text: str) -> Inputs:
+    return dict(llava()(text=[text], images=[picture()], return_tensors="pt"))
+
+
+CONTENT = [{"type": "image"}, {"type": "text", "text": "w7 w8"}]
+ROWS: dict[str, Any] = {
+    "a column": {"text": "<image> w7 w8 ", "image": picture()},
+    "a column of lists": {"text": "<image> w7 w8 ", "images": [picture()]},
+    "messages and a column": {
+        "messages": [{"role": "user", "content": CONTENT}],
+        "images": [picture()],
+    },
+    "messages": {
+        "messages": [
+            {"role": "user", "content": [{"type": "image", "image": picture()}, CONTENT[1]]}
+        ]
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_images_in_columns_and_messages_are_processed(kind: str) -> None:
+    (found,) = taken([ROWS[kind]], llava())
+    assert_close(found, expected("<image> w7 w8 "), rtol=0, atol=0)
+
+
+def test_an_image_column_of_datasets() -> None:
+    made = datasets.Dataset.from_list([{"text": "<image> w7 w8 ", "image": picture()}] * 2)
+    found = taken(made.cast_column("image", datasets.Image()), llava())
+    assert len(found) == 2
+    assert_close(found[1], expected("<image> w7 w8 "), rtol=0, atol=0)
+
+
+def test_an_image_as_parquet_files_store_it(tmp_path: Any) -> None:
+    made = datasets.Dataset.from_list([{"text": "<image> w7 w8 ", "image": picture()}])
+    made.cast_column("image", datasets.Image()).to_parquet(tmp_path / "data.parquet")
+    (found,) = taken(tmp_path / "data.parquet", llava())
+    assert_close(found, expected("<image> w7 w8 "), rtol=0, atol=0)
+
+
+def test_speech_and_its_text() -> None:
+    sound = np.random.default_rng(0).normal(size=16000).astype(np.float32)
+    row = {"audio": {"array": sound, "sampling_rate": 16000}, "text": "w3 w4"}
+    (found,) = taken([row], whisper())
+    assert found["labels"].tolist() == [[3, 4]]
+    assert found["input_features"].shape == (1, 16, 32)
+    assert torch.isfinite(found["input_features"]).all()
+
+
+def test_a_wrong_sampling_rate_is_an_error() -> None:
+    row = {"audio": {"array": np.zeros(800), "sampling_rate": 8000}, "text": "w3"}
+    with pytest.raises(DataError, match=r"WhisperProcessor cannot process .*audio.*16000"):
+        taken([row], whisper())
+
+
+def test_an_image_that_the_text_has_no_place_for_is_an_error() -> None:
+    with pytest.raises(DataError, match="sample 0"):
+        taken([{"text": "w7 w8", "image": "nowhere.png"}], llava())
+
+
+def test_what_is_made_is_checked_against_the_model() -> None:
+    def check(inputs: Inputs, where: str) -> None:
+        raise DataError(f"{where}: {sorted(inputs)}")
+
+    with pytest.raises(DataError, match=r"sample 0: \['attention_mask', 'input_ids', 'pixel_va"):
+        taken([ROWS["a column"]], llava(), check=check)
