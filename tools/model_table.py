@@ -36,7 +36,7 @@ from steelyard import oneshot  # noqa: E402
 from steelyard.errors import SteelyardError  # noqa: E402
 from steelyard.modifiers import GPTQModifier, QuantizationModifier  # noqa: E402
 
-__all__ = ["PAGE", "Row", "lines_of", "page_lines", "try_family"]
+__all__ = ["PAGE", "Row", "page_reasons", "page_rows", "try_family"]
 
 PAGE = ROOT / "docs" / "models.md"
 _BEGIN, _END = "<!-- table: tools/model_table.py -->", "<!-- end of the table -->"
@@ -61,9 +61,17 @@ class Row:
     cells: dict[str, str] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
 
-    def __str__(self) -> str:
-        cells = " | ".join(self.cells[scheme] for scheme in SCHEMES)
-        return f"| {self.family} | {MATRIX[self.family].kind} | {self.share:.0%} | {cells} |"
+    def line(self, numbers: dict[str, int]) -> str:
+        """Return the row of the table; `numbers` are those of the reasons below it."""
+        cells = []
+        for scheme in SCHEMES:
+            reason = self.reasons.get(scheme)
+            note = "" if reason is None else f" ({numbers.get(_plain(reason), reason)})"
+            cells.append(self.cells[scheme] + note)
+        return (
+            " | ".join([f"| {self.family}", MATRIX[self.family].kind, f"{self.share:.0%}", *cells])
+            + " |"
+        )
 
 
 def recipe(scheme: str, family: str) -> QuantizationModifier:
@@ -167,43 +175,35 @@ def quantized_share(folder: Path, model: Any) -> float:
     return codes / sum(parameter.numel() for parameter in model.parameters())
 
 
-def lines_of(row: Row) -> list[str]:
-    """Return what the page says of a family: its row, and why it was refused or not loaded."""
-    by_reason: dict[str, list[str]] = {}
-    for scheme, reason in row.reasons.items():
-        by_reason.setdefault(_plain(reason), []).append(scheme)
-    reasons = (
-        f"- {row.family}, {', '.join(schemes)}: {reason}" for reason, schemes in by_reason.items()
-    )
-    return [str(row), *reasons]
+def page_rows(text: str) -> dict[str, str]:
+    """Return the rows of the page, by family."""
+    return {match[1]: match[0] for match in re.finditer(r"^\| ([a-z0-9_]+) \|.*$", text, re.M)}
 
 
-def page_lines(text: str) -> dict[str, list[str]]:
-    """Return the lines of the page, by family."""
-    found: dict[str, list[str]] = {}
-    for line in text.splitlines():
-        if match := re.match(r"(?:\| ([a-z0-9_]+) \||- ([a-z0-9_]+), )", line):
-            found.setdefault(match[1] or match[2], []).append(line)
-    return found
+def page_reasons(text: str) -> dict[str, int]:
+    """Return the reasons below the table, with their numbers."""
+    return {match[2]: int(match[1]) for match in re.finditer(r"^(\d+)\. (.*)$", text, re.M)}
 
 
 def _plain(reason: str) -> str:
-    """Return a message as one line, without the folder that the run had."""
+    """Return a message as one line, without the names that differ from family to family."""
     reason = reason.partition("nothing was done:")[2] or reason
     reason = re.sub(r"/\S*/(source|from-module)\b", "the model", reason)
+    reason = re.sub(r", such as \S+?,", "", reason)
     return " ".join(reason.replace("\n  - ", "; ").strip(" ;-\n").split())
 
 
 def written(text: str, rows: list[Row]) -> str:
     """Return the page with a new table and new reasons."""
-    lines = [lines_of(row) for row in rows]
+    reasons = dict.fromkeys(_plain(reason) for row in rows for reason in row.reasons.values())
+    numbers = {reason: number for number, reason in enumerate(reasons, 1)}
     head, _, rest = text.partition(_BEGIN)
     _, _, tail = rest.partition(_END)
     columns = ["family", "kind", "quantized", *SCHEMES]
     table = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    table += [each[0] for each in lines]
-    reasons = [line for each in lines for line in each[1:]]
-    return "\n".join([head + _BEGIN, "", *table, "", *reasons, "", _END + tail])
+    table += [row.line(numbers) for row in rows]
+    below = [f"{number}. {reason}" for reason, number in numbers.items()]
+    return "\n".join([head + _BEGIN, "", *table, "", *below, "", _END + tail])
 
 
 def main(families: list[str]) -> None:
@@ -219,7 +219,7 @@ def main(families: list[str]) -> None:
                 failed.append(family)
                 print(f"{family}: {type(error).__name__}: {error}"[:600], flush=True)
                 continue
-        print(*lines_of(rows[-1]), sep="\n", flush=True)
+        print(rows[-1].line({}), flush=True)
     if failed:
         raise SystemExit(f"{', '.join(failed)}: wrong; the page stays as it is")
     if not families:

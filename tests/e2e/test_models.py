@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 from model_matrix import MATRIX
-from model_table import PAGE, lines_of, page_lines, try_family
+from model_table import PAGE, page_reasons, page_rows, try_family
 
 
 @pytest.mark.parametrize("family", MATRIX)
 def test_family_does_what_the_page_says(family: str, tmp_path: Path) -> None:
-    assert lines_of(try_family(family, tmp_path)) == page_lines(PAGE.read_text("utf-8"))[family]
+    page = PAGE.read_text("utf-8")
+    assert try_family(family, tmp_path).line(page_reasons(page)) == page_rows(page)[family]

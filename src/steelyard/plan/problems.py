@@ -24,7 +24,7 @@ from steelyard.observers.helpers import check_strategy
 from steelyard.observers.type_checks import check_type
 from steelyard.plan.divisibility import indivisible_blocks, indivisible_groups
 from steelyard.plan.expert_checks import expert_problems
-from steelyard.plan.unmatched import unmatched_ignores, unmatched_targets
+from steelyard.plan.unmatched import nothing_quantized, unmatched_ignores, unmatched_targets
 from steelyard.words import count
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def errors_of(
     if not claims:
         yield "no modifier of the recipe quantizes: add one that does, such as QuantizationModifier"
     elif not plan.quantized and not plan.attention:
-        yield "nothing would be quantized"
+        yield nothing_quantized(model)
     yield from _quantized_token_ids(plan, modules)
     yield from _tied(model, plan)
     yield from _half_fused(modules, plan)

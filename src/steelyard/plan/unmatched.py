@@ -5,11 +5,12 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from compressed_tensors.utils.match import is_match
 from torch.nn import Module
 
-__all__ = ["unmatched_ignores", "unmatched_targets"]
+__all__ = ["nothing_quantized", "unmatched_ignores", "unmatched_targets"]
 
 # Recipes are copied between models, and name parts that not every model has.
 _USUAL = {
@@ -46,6 +47,17 @@ def unmatched_ignores(modules: Mapping[str, Module], patterns: Iterable[str]) ->
         if not _is_usual(pattern) and not _matches(modules, pattern):
             meant = _meant(modules, pattern) or "look at its spelling"
             yield f"{pattern!r} in ignore matches no module: {meant}, or remove it"
+
+
+def nothing_quantized(model: Any) -> str:
+    """Return why a recipe quantizes nothing, where the model's class tells."""
+    known = getattr(getattr(model, "known", None), "model", model)  # the class, for bare files
+    if any(type(module).__name__ == "Conv1D" for module in known.modules()):
+        return (
+            f"nothing would be quantized: the layers of {type(known).__name__} are Conv1D, which "
+            "compressed-tensors does not store"
+        )
+    return "nothing would be quantized"
 
 
 def _is_usual(pattern: str) -> bool:
