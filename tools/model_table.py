@@ -115,8 +115,10 @@ def load(family: str, folder: Path) -> Any:
     kind = getattr(transformers, MATRIX[family].name)
     options = {"dtype": torch.bfloat16, "output_loading_info": True}
     if "quantization_config" in json.loads((folder / "config.json").read_text("utf-8")):
-        options["quantization_config"] = CompressedTensorsConfig(run_compressed=False)
-    model, info = kind.from_pretrained(folder, **options)
+        options["quantization_config"] = CompressedTensorsConfig(dequantize=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="You passed `quantization_config`")  # on purpose
+        model, info = kind.from_pretrained(folder, **options)
     for key in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         found = sorted(name for name in info.get(key, ()) if not _IGNORED.search(name))
         if found:
@@ -124,6 +126,7 @@ def load(family: str, folder: Path) -> Any:
     return model.eval()
 
 
+@torch.no_grad()
 def compare(source: Path, target: Path, family: str, scheme: str, samples: list[Sample]) -> None:
     """Hold a written checkpoint, as transformers loads it, against the source."""
     plain, loaded = load(family, source), load(family, target)
