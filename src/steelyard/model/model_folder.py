@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from torch.nn import Module
+
 from steelyard.errors import PipelineError
 
-__all__ = ["model_folder"]
+__all__ = ["model_folder", "model_name"]
 
 _OTHER_KINDS = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "original/*"]
 
@@ -29,3 +31,11 @@ def model_folder(model: Any, revision: str | None = None) -> Path:
         raise PipelineError(
             f"{str(model)!r} is not a folder, and it cannot be downloaded from the hub: {error}"
         ) from None
+
+
+def model_name(model: Any) -> str:
+    """Return what to call a model: its name on the hub, or that of its folder or class."""
+    given = getattr(model, "name_or_path", "") if isinstance(model, Module) else str(model)
+    if not given:
+        return type(model).__name__
+    return Path(given).resolve().name if Path(given).is_dir() else str(given)

@@ -1,0 +1,296 @@
+"""One run of `oneshot`, step by step.
+
+`quantize` calls the steps in this order; each leaves what the next ones need.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from compressed_tensors.quantization import QuantizationConfig, disable_quantization
+from torch.nn import Module
+
+from steelyard.data.samples import Inputs, Samples
+from steelyard.data.tokenizer import checked_tokenizer
+from steelyard.distributed import Ranks
+from steelyard.engine.announce import announce
+from steelyard.engine.calibration_samples import samples_for
+from steelyard.engine.final_config import final_config
+from steelyard.engine.identity import digest_of, identity_of
+from steelyard.engine.output import Output
+from steelyard.engine.planning import plan_run, streams
+from steelyard.engine.result import Result
+from steelyard.engine.run import Run
+from steelyard.engine.run_options import Options
+from steelyard.engine.save_pretrained import save_as_quantized
+from steelyard.engine.saved_files import check_saved_files
+from steelyard.engine.statistics import RunStatistics
+from steelyard.errors import DataError, PlanError
+from steelyard.model.applied_schemes import apply_schemes
+from steelyard.model.experts import Experts
+from steelyard.model.model_folder import model_name
+from steelyard.model.source import Source
+from steelyard.observers.calibration import Calibration
+from steelyard.plan.plan import Plan
+from steelyard.recipes import load_recipe
+
+__all__ = ["Job", "Leave"]
+
+Leave = Callable[[Result, Path], None]
+
+
+class Job:
+    """A run.
+
+    undo: takes back changes of a loaded module after an error
+    """
+
+    result: Result
+    run: Run
+    samples: Samples | None
+    config: QuantizationConfig  # as it is written
+
+    def __init__(self, options: Options, undo: contextlib.ExitStack) -> None:
+        """Load the recipe and open the model."""
+        self.started = time.perf_counter()
+        options.check()
+        self.options = options
+        self.ranks = Ranks.current()
+        self.recipe = load_recipe(options.recipe)
+        self.algorithms = self.recipe.algorithms()
+        asked = options.propagate_error
+        needed = any(algorithm.needs.propagate for algorithm in self.algorithms)
+        self.propagate = needed if asked is None else asked
+        self.statistics = RunStatistics(
+            self.algorithms, self.propagate, options.save_statistics, options.statistics
+        )
+        check_saved_files(self.algorithms, options.save_statistics, options.output_dir)
+        options.refuse_two_sources()
+        self.streamed = streams(options, self.recipe, self.algorithms)
+        self.source = _open(options, self.streamed)
+        undo.enter_context(self.source.unstacked())
+        self.tokenizer = checked_tokenizer(
+            options.tokenizer or options.processor, self.source, options.trust_remote_code_model
+        )
+        self.statistics.only = _observes_only(options, self.source)
+
+    def make_plan(self) -> None:
+        """Plan the run; raise if the plan does not hold, unless it is a dry run."""
+        options = self.options
+        plan = plan_run(options, self.recipe, self.algorithms, self.source, self.propagate)
+        given = options.model if isinstance(options.model, Module) else None
+        self.result = Result(plan, self.recipe, model=given, source=model_name(options.model))
+        self.result.notes += plan.warnings
+        self.result.warnings += plan.warnings
+        if self._shown and (options.dry_run or not plan.errors):  # which are raised below
+            announce(str(plan))
+        if options.dry_run:
+            self.source.restack([])
+        else:
+            plan.require()
+
+    def load_data(self) -> None:
+        """Load calibration samples and files of the algorithms; all ranks must have the same."""
+        options, result = self.options, self.result
+        self.run = Run(
+            self.source,
+            self.algorithms,
+            result,
+            options.uncalibrated,
+            self.propagate,
+            options.show_progress if self.ranks.is_first else False,
+            self.ranks,
+            self.statistics,
+        )
+        for algorithm in self.algorithms:
+            algorithm.prepare(self.source, result.plan, result.notes)
+        self.samples = samples_for(
+            options,
+            self.algorithms,
+            self.source,
+            self.tokenizer,
+            self.statistics,
+            result,
+            self._shown,
+        )
+        self._check_alike()
+
+    @contextlib.contextmanager
+    def open_output(self) -> Iterator[None]:
+        """Open the folder of the checkpoint, or that of an unfinished run."""
+        output = Output.open(
+            self.source,
+            self.options.output_dir,
+            self.options.overwrite,
+            self.tokenizer,
+            self._identity(),
+            self.options.resume,
+            self.ranks,
+        )
+        with output as self.run.output:
+            yield
+
+    def resume(self) -> None:
+        self.run.marks.resume()
+
+    def solve_blocks(self) -> None:
+        """Quantize block by block, or file by file, and write what comes out."""
+        run, plan, source = self.run, self.result.plan, self.source
+        if self.streamed:
+            run.stream()
+        else:
+            _prepare_model(source.model, plan, self.options.moe_calibrate_all_experts)
+            self.statistics.check(source.model, _beginning(run), self.result.notes)
+            if self.samples is None:
+                run.weights_only()
+            elif plan.whole:
+                run.whole(self.samples)
+            else:
+                run.layer_by_layer(self.samples)
+        run.end()
+        self.result.changed = sorted(run.changed)
+
+    def save_files(self) -> None:
+        """Save statistics and files of the algorithms, before the checkpoint is in place."""
+        if self.ranks.is_first and not self.run.output.was_complete:  # else they are there already
+            self.statistics.save(self.result.notes)
+            for algorithm in self.algorithms:
+                algorithm.save()
+
+    def finish(self, leave: Leave | None) -> None:
+        """Validate what was written, add the report, and put the folder in place."""
+        run, result = self.run, self.result
+        self.config = final_config(
+            result.plan.config,
+            run.solver.claims,
+            run.solver.weights_only_schemes,
+            self.source.module_key,
+            self.source.class_name,
+            result.notes,
+        )
+        folder = None
+        if self.ranks.is_first:
+            folder = run.output.finish(
+                self.config,
+                self.recipe.text,
+                result.modules,
+                result.plan,
+                run.marks.state(),
+                self._leaving(leave),
+            )
+        result.output_dir = self.ranks.broadcast(folder)
+
+    def save_module(self, leave: Leave | None) -> None:
+        """Let a loaded module save itself as quantized."""
+        result = self.result
+        if result.model is not None:
+            save_as_quantized(
+                self.source,
+                self.config,
+                self.recipe.text,
+                result.modules,
+                result.plan,
+                self.tokenizer,
+                self._leaving(leave),
+                first=self.ranks.is_first,
+            )
+        result.seconds = time.perf_counter() - self.started
+
+    # -- details ------------------------------------------------------------------------------
+
+    @property
+    def _shown(self) -> bool:
+        """Whether this process shows the plan."""
+        asked = self.options.show_progress
+        return self.ranks.is_first and (sys.stderr.isatty() if asked is None else asked)
+
+    def _leaving(self, leave: Leave | None) -> Callable[[Path], None]:
+        """Return what adds the report to a folder."""
+
+        def leave_in(folder: Path) -> None:
+            self.result.seconds = self.result.seconds or time.perf_counter() - self.started
+            if leave is not None:
+                leave(self.result, folder)
+
+        return leave_in
+
+    def _identity(self) -> dict[str, Any] | None:
+        """Return what a run must have in common with an unfinished one to resume it."""
+        options = self.options
+        if self.source.shards is None or options.output_dir is None:
+            return None
+        given: dict[str, Any] = {
+            "pipeline": options.pipeline,
+            "propagate_error": self.propagate,
+            "moe_calibrate_all_experts": options.moe_calibrate_all_experts,
+        }
+        for algorithm in self.algorithms:
+            given |= algorithm.digests()
+        given |= self.statistics.digests()
+        return identity_of(self.source.shards, self.recipe.text, given, _batches(self.samples))
+
+    def _check_alike(self) -> None:
+        """Refuse ranks that were started with different things."""
+        options, ranks = self.options, self.ranks
+        same = (
+            *(options.pipeline, self.propagate, options.uncalibrated, options.resume),
+            *(options.overwrite, options.moe_calibrate_all_experts),
+        )
+        mine = {
+            "recipe": self.recipe.text,
+            "calibration data": digest_of(_batches(self.samples)),
+            "pipeline": same,
+            "output_dir": options.output_dir is not None,
+            **self.statistics.digests(),
+        }
+        for rank, other in enumerate(ranks.gather(mine)):
+            for name in {**mine, **other}:
+                if other.get(name) != mine.get(name):
+                    raise DataError(
+                        f"ranks {rank} and {ranks.rank} have different {name}; all ranks must be "
+                        "started with the same"
+                    )
+
+
+def _open(options: Options, streamed: bool) -> Source:
+    if streamed:
+        return Source.from_files(options.model, options.model_revision)
+    return Source.open(options.model, options.model_revision, options.trust_remote_code_model)
+
+
+def _observes_only(options: Options, source: Source) -> bool:
+    """Whether the run ends with statistics; refuse a folder without a place for the checkpoint."""
+    if source.shards is None or options.output_dir is not None:
+        return False
+    if options.save_statistics is None and not options.dry_run:
+        raise PlanError("output_dir is missing: where should the checkpoint go?")
+    return options.save_statistics is not None
+
+
+def _batches(samples: Samples | None) -> Sequence[Inputs]:
+    return () if samples is None else samples.batches
+
+
+def _prepare_model(model: Module, plan: Plan, all_tokens: bool) -> None:
+    """Put schemes on the modules; until it is calibrated, a module runs unquantized.
+
+    all_tokens: whether ranges of the inputs of experts cover all tokens
+    """
+    model.eval()
+    for module in model.modules():
+        if isinstance(module, Experts):
+            module.all_tokens = all_tokens
+    left = [*plan.config.ignore, *(item.name for item in plan.left)]
+    apply_schemes(model, plan.config.model_copy(update={"ignore": left}))
+    model.apply(disable_quantization)
+
+
+def _beginning(run: Run) -> Callable[[Calibration], object]:
+    """Return what starts the algorithms of a run on the model as a whole."""
+    model = run.source.model
+    return lambda calibration: run.solver.begin(run.solver.block("", model, None, calibration))
