@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 
 from steelyard.distributed import together
-from steelyard.engine.job import Job, Leave
+from steelyard.engine.oneshot_run import Leave, OneshotRun
 from steelyard.engine.result import Result
 from steelyard.engine.run_options import Options
 
@@ -26,15 +26,15 @@ def quantize(options: Options, leave: Leave | None = None) -> Result:
     leave: called with the result and the folder that will be put in place, before it is
     """
     with contextlib.ExitStack() as undo:  # changes of a loaded module, after an error
-        job = Job(options, undo)
-        job.make_plan()
+        run = OneshotRun(options, undo)
+        run.make_plan()
         if options.dry_run:
-            return job.result
-        job.load_data()
-        with job.open_output():
-            job.resume()
-            job.solve_blocks()
-            job.save_files()
-            job.finish(leave)
-        job.save_module(leave)
-        return job.result
+            return run.result
+        run.load_data()
+        with run.open_output():
+            run.resume()
+            run.solve_blocks()
+            run.save_files()
+            run.finish(leave)
+        run.save_module(leave)
+        return run.result

@@ -39,12 +39,12 @@ from steelyard.observers.calibration import Calibration
 from steelyard.plan.plan import Plan
 from steelyard.recipes import load_recipe
 
-__all__ = ["Job", "Leave"]
+__all__ = ["Leave", "OneshotRun"]
 
 Leave = Callable[[Result, Path], None]
 
 
-class Job:
+class OneshotRun:
     """A run.
 
     undo: takes back changes of a loaded module after an error
