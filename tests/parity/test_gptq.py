@@ -2,7 +2,8 @@
 
 Both sum in fp32, but not in the same order. A weight that lies in the middle of two codes may
 therefore go either way, and the rest of its row then differs too. None of the rows here did when
-this was written; one in 150 may, so that another processor's sums do not fail the test.
+this was written; one in 150 may, so that another processor's sums do not fail the test. After
+refining, where every code is looked at again, five may.
 """
 
 from __future__ import annotations
@@ -15,27 +16,56 @@ from torch.testing import assert_close
 
 from steelyard.kernels import compiled_gptq
 from steelyard.kernels.gptq_grid import Grid
+from steelyard.kernels.gptq_refine import ScaleSteps, refine_block
 from steelyard.kernels.gptq_rounding import activation_order, round_block
 
 every_format = pytest.mark.parametrize("args", FORMATS.values(), ids=FORMATS)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 
+@pytest.mark.parametrize("rounds", [0, 2])
 @every_dtype
 @every_format
-def test_solve(isa: str, args: QuantizationArgs, dtype: torch.dtype) -> None:
+def test_solve(isa: str, args: QuantizationArgs, dtype: torch.dtype, rounds: int) -> None:
     weight, hessian = weight_of(150, 192, dtype), hessian_of(192)
-    order = activation_order(hessian)
+    given = {"order": activation_order(hessian), "block_size": 64, "rounds": rounds}
     ours, theirs = (
-        solved(weight, hessian, args, order=order, block_size=64, backend=backend)
+        solved(weight, hessian, args, backend=backend, **given)
         for backend in ("compiled", "reference")
     )
-    differs = (ours.weight != theirs.weight).any(1)
-    assert int(differs.sum()) <= 1
+    differs = (~_alike(ours.weight, theirs.weight)).any(1)
+    assert int(differs.sum()) <= (1 if rounds == 0 else 5)
     assert ours.loss == pytest.approx(theirs.loss, rel=1e-2 if differs.any() else 1e-6)
     assert ours.nearest_loss == pytest.approx(theirs.nearest_loss, rel=1e-5)
     assert abs(ours.nearest_rows - theirs.nearest_rows) <= int(differs.sum())
     assert (ours.dampening_frac, ours.dead_columns) == (theirs.dampening_frac, theirs.dead_columns)
+
+
+@every_dtype
+@pytest.mark.parametrize("rows", [1, 15, 64, 129])
+@pytest.mark.parametrize("name", ["int4_group", "int4_asym_group", "NVFP4A16", "MXFP4A16"])
+def test_refine_block(isa: str, name: str, rows: int, dtype: torch.dtype) -> None:
+    """One block, groups and all: scales, values and errors are those of the reference."""
+    args = FORMATS[name]
+    weight, hessian = weight_of(rows, 96, dtype), hessian_of(96) / 96
+    scale, _, global_scale = qparams_of(weight, args)
+    results = []
+    for run in (compiled_gptq.refine_block, refine_block):
+        grid = block_of(weight, args, "auto")
+        values = grid.stored(weight).float().t().contiguous()
+        errors = weight.float().t().contiguous() - values
+        steps = ScaleSteps.of(args, scale, global_scale)
+        run(hessian, hessian @ errors, grid, steps, values, errors, True)
+        results.append((grid.scale, values, errors))
+    same = torch.stack([_alike(a, b).all(0) for a, b in zip(*results, strict=True)]).all(0)
+    assert int((~same).sum()) <= rows // 50
+    moved = results[0][0] != block_of(weight, args, "auto").scale
+    assert bool(moved.any()) or rows < 64
+
+
+def _alike(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+    """Whether values have the same codes: a scale of fp32 may differ in its last bits."""
+    return (ours - theirs).abs() <= 1e-5 * theirs.abs() + 1e-7
 
 
 def block_of(weight: torch.Tensor, args: QuantizationArgs, backend: str, exact: bool = False):

@@ -116,7 +116,9 @@ class GPTQ(Nearest):
             dampening_frac=modifier.dampening_frac or 0.0,
             order=None if modifier.actorder is None else activation_order(hessian),
             g_idx=getattr(module, "weight_g_idx", None),
+            rounds=modifier.refinements,
         )
+        module.register_parameter("weight_scale", Parameter(result.scale, requires_grad=False))
         off = (module.weight.data.float() - result.weight.float()).square_()
         error = relative_error(float(off.sum(dtype=torch.float64)), module.weight.data)
         details = with_figures(_details(result), module_figures(module, after=result.weight))

@@ -88,6 +88,22 @@ def gptq_block(
     isa: str,
     threads: int,
 ) -> None: ...
+def refine_block(
+    hessian: torch.Tensor,
+    sums: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    group: torch.Tensor,
+    format: Format,
+    type: int,
+    round_quotient: bool,
+    tight: bool,
+    fit: bool,
+    values: torch.Tensor,
+    errors: torch.Tensor,
+    isa: str,
+    threads: int,
+) -> None: ...
 def instruction_sets() -> list[str]: ...
 def cpu_features() -> list[str]: ...
 def compiler() -> str: ...

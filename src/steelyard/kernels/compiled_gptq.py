@@ -11,8 +11,9 @@ from steelyard.kernels.compiled import SCALE_TYPES, format_of, native, threads
 
 if TYPE_CHECKING:
     from steelyard.kernels.gptq_grid import Grid
+    from steelyard.kernels.gptq_refine import ScaleSteps
 
-__all__ = ["gptq_block", "gptq_nearest"]
+__all__ = ["gptq_block", "gptq_nearest", "refine_block"]
 
 
 def gptq_block(
@@ -39,6 +40,34 @@ def gptq_nearest(
     errors, losses = torch.empty_like(weight), torch.zeros(weight.shape[1], dtype=torch.float64)
     _gptq(weight, None, None, added, grid, None, errors, losses)
     return errors, losses.neg_()
+
+
+def refine_block(
+    hessian: torch.Tensor,
+    sums: torch.Tensor,
+    grid: Grid,
+    steps: ScaleSteps,
+    values: torch.Tensor,
+    errors: torch.Tensor,
+    fit: bool,
+) -> None:
+    """Change `values`, `errors`, (columns, rows), and the scales of the grid, in place."""
+    native().refine_block(
+        hessian,
+        sums,
+        grid.scale,
+        grid.zero_point,
+        grid.group,
+        format_of(grid.args, steps.dtype, steps.divisor),
+        SCALE_TYPES[grid.dtype],
+        grid.divides_in_dtype,
+        grid.tight,
+        fit,
+        values,
+        errors,
+        instruction_set(),
+        threads(values),
+    )
 
 
 def _gptq(

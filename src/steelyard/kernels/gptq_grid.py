@@ -83,6 +83,20 @@ class Grid:
         return replace(self, group=self.group[part])
 
     @property
+    def movable(self) -> bool:
+        """Whether each row has scales of its own, which can move with its codes."""
+        return self.args.strategy in ("group", "tensor_group", "channel")
+
+    def with_rows(
+        self, scale: torch.Tensor, other: torch.Tensor, rows: torch.Tensor
+    ) -> torch.Tensor:
+        """Return `scale`, as `of` takes it, with some rows of another (rows, groups)."""
+        if not self.movable:
+            return scale
+        chosen = other.to(scale.dtype).reshape(scale.shape)
+        return torch.where(rows.reshape(-1, *[1] * (scale.ndim - 1)), chosen, scale)
+
+    @property
     def tight(self) -> bool:
         """Whether codes are so close that a decoded value may be packed to the code beside it.
 
@@ -102,13 +116,13 @@ class Grid:
         scale = self.scale[group]
         zero_point = None if self.zero_point is None else self.zero_point[group]
         if not self.tight:
-            return self._held(reconstruct(x, scale, zero_point, self.args)).float()
+            return self.held(reconstruct(x, scale, zero_point, self.args)).float()
 
         low, high = quantized_range(self.args)
         offset = torch.zeros_like(scale) if zero_point is None else zero_point
 
         def decode(codes: torch.Tensor) -> torch.Tensor:
-            return self._held((codes - offset) * scale)
+            return self.held((codes - offset) * scale)
 
         def kept(codes: torch.Tensor) -> torch.Tensor:
             dtype = self.dtype if self.divides_in_dtype else torch.float32
@@ -133,7 +147,7 @@ class Grid:
             decoded = codes.float()
         if self.zero_point is not None:
             decoded = decoded - self._wide(self.zero_point)
-        return self._held(decoded * self._wide(self.scale))
+        return self.held(decoded * self._wide(self.scale))
 
     def round_to_nearest(self, weight: torch.Tensor) -> torch.Tensor:
         """Return `stored(weight)`, but keep weights that would be packed to another code."""
@@ -166,7 +180,7 @@ class Grid:
         """Return one parameter per weight, (rows, columns)."""
         return t.t().index_select(1, self.group)
 
-    def _held(self, x: torch.Tensor) -> torch.Tensor:
+    def held(self, x: torch.Tensor) -> torch.Tensor:
         """Round to the weight's type; larger values become its largest."""
         limit = min(torch.finfo(self.dtype).max, torch.finfo(x.dtype).max)
         return x.clamp(-limit, limit).to(self.dtype)

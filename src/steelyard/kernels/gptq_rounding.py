@@ -24,19 +24,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from steelyard.errors import NonFiniteError, StrategyError
+from steelyard.errors import StrategyError
 from steelyard.kernels import compiled_gptq
 from steelyard.kernels.backend import use_compiled
+from steelyard.kernels.gptq_checks import check_problem
+from steelyard.kernels.gptq_factor import factorise
 from steelyard.kernels.gptq_grid import Grid
 from steelyard.kernels.gptq_loss import exact_losses, judge
+from steelyard.kernels.gptq_refine import ScaleSteps, refine
 
 if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationArgs
 
 __all__ = ["GPTQResult", "activation_order", "eliminate", "solve"]
-
-_ATTEMPTS = 5  # factorisations, each with ten times the dampening of the one before
-_LEAST_RAISED = 1e-4  # dampening of a second attempt, where the first had next to none
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,10 @@ class GPTQResult:
     In rows that are rounded to nearest, a weight stays as it was where its decoded value would be
     packed to another code: fp16 beyond 65504, or bf16 with integers of 7 and 8 bits. Pass the
     weight in fp32 to have every code."""
+    scale: torch.Tensor
+    """The scale of the weight, as it was given or as refining has moved it."""
     loss: float
-    """tr((W - Q) H (W - Q)^T), with H as it was given."""
+    """tr((W - Q) H (W - Q)^T), with H as it was given and W the target."""
     nearest_loss: float
     """The same of rounding to nearest with the same scales; `loss` is never larger. Estimated from
     a sample of at least 256 rows, where there are 512 or more."""
@@ -82,6 +84,8 @@ def solve(
     order: torch.Tensor | None = None,
     g_idx: torch.Tensor | None = None,
     exact: bool = False,
+    target: torch.Tensor | None = None,
+    rounds: int = 0,
     backend: str | None = None,
 ) -> GPTQResult:
     """Round a weight so that its outputs change least, with scales that are given.
@@ -95,8 +99,10 @@ def solve(
                     of its own group
     g_idx:          (in,), the group of each column, where a group's columns are not side by side
     exact:          how rounding to nearest divides, as for `quantize_and_pack`
+    target:         (out, in), fp32, what the rounded weight stands for; the weight itself if None
+    rounds:         of refining scales and codes afterwards (gptq_refine.py)
     """
-    _check(weight, hessian, block_size, dampening_frac, order, g_idx)
+    check_problem(weight, hessian, block_size, dampening_frac, order, g_idx, target)
     weight, hessian = weight.detach(), hessian.detach()
     if g_idx is not None:
         sizes = torch.bincount(g_idx.long())
@@ -117,6 +123,8 @@ def solve(
             dampening_frac=dampening_frac,
             order=apart if order is None else apart[order],
             exact=exact,
+            target=None if target is None else target[:, together],
+            rounds=rounds,
             backend=backend,
         )
         return replace(result, weight=result.weight[:, apart])
@@ -124,7 +132,7 @@ def solve(
     grid = Grid.of(weight, scale, zero_point, args, global_scale, exact, backend)
     fast = use_compiled(weight, backend)
     dead = int((hessian.diagonal() == 0).sum())
-    result = GPTQResult(weight, 0.0, 0.0, dampening_frac, dead, len(weight))
+    result = GPTQResult(weight, scale, 0.0, 0.0, dampening_frac, dead, len(weight))
     if dead == len(hessian):
         reason = "no input has reached the layer"
         return replace(result, weight=grid.round_to_nearest(weight), fallback=reason)
@@ -134,7 +142,7 @@ def solve(
     back = reverse.argsort()
     # in units of the mean, so that neither huge nor tiny inputs leave the range of fp32
     mean = float(hessian.diagonal().double().sum()) / (len(hessian) - dead)
-    lower, added, frac = _factorise(hessian, reverse, mean, dampening_frac)
+    lower, added, frac = factorise(hessian, reverse, mean, dampening_frac)
     result = replace(result, dampening_frac=frac)
     original = _reordered(weight, reverse)
     nearest_errors, nearest_shift = (
@@ -142,6 +150,11 @@ def solve(
         if fast
         else _nearest_errors(weight, original, reverse, added, grid)
     )
+    if target is not None:
+        wanted = _reordered(target.detach(), reverse)
+        nearest_errors += wanted - original
+        nearest_shift = _damping(nearest_errors, added)
+        original = wanted
     if lower is None:
         loss = mean * float(exact_losses(nearest_errors[back], hessian, mean).sum())
         reason = f"the Hessian has no Cholesky factor, even with dampening_frac={frac:g}"
@@ -151,6 +164,20 @@ def solve(
     values, errors, losses = eliminate(
         original, lower, added, grid.reordered(reverse), block_size, fast
     )
+    found, refined = grid, scale
+    if rounds:
+        damped = hessian / mean
+        damped.diagonal().add_(added[back])
+        steps = ScaleSteps.of(args, scale, global_scale)
+        again, moved = refine(original[back], damped, grid, values[back], steps, rounds, fast)
+        off = original[back] - again
+        lengths = ((damped @ off) * off).sum(0, dtype=torch.float64)
+        gains = lengths - _damping(off, added[back]) < losses  # of H as it was given
+        values = torch.where(gains, again[reverse], values)
+        errors = original - values
+        losses = torch.where(gains, lengths - _damping(off, added[back]), losses)
+        refined = grid.with_rows(scale, steps.stored(moved.scale).t(), gains)
+        found = Grid.of(weight, refined, zero_point, args, global_scale, exact, backend)
     rounded = values.to(weight.dtype).index_select(0, back).t().contiguous()
     rounded += 0.0  # no zero is negative
     better, loss, nearest_loss = judge(
@@ -162,13 +189,15 @@ def solve(
         hessian,
         mean,
         back,
-        refused=~grid.keeps(rounded),
+        refused=~found.keeps(rounded),
     )
     if not bool(better.all()):
         rounded = torch.where(better.unsqueeze(1), rounded, grid.round_to_nearest(weight))
+        refined = grid.with_rows(scale, refined, better)
     return replace(
         result,
         weight=rounded,
+        scale=refined,
         loss=loss,
         nearest_loss=nearest_loss,
         nearest_rows=int((~better).sum()),
@@ -228,70 +257,14 @@ def _nearest_errors(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the errors of rounding to nearest, and what dampening adds to their losses."""
     errors = original - _reordered(grid.stored(weight), reverse)
-    return errors, (added.double().unsqueeze(1) * errors.double().square()).sum(0)
+    return errors, _damping(errors, added)
+
+
+def _damping(errors: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
+    """Return what was added to H's diagonal adds to the losses, (rows,), fp64."""
+    return (added.double().unsqueeze(1) * errors.double().square()).sum(0)
 
 
 def _reordered(weight: torch.Tensor, reverse: torch.Tensor) -> torch.Tensor:
     """Return (out, in) as (columns, rows), fp32."""
     return weight.t().contiguous().index_select(0, reverse).float()
-
-
-def _factorise(
-    hessian: torch.Tensor, reverse: torch.Tensor, mean: float, dampening_frac: float
-) -> tuple[torch.Tensor | None, torch.Tensor, float]:
-    """Return L, the amount added to the diagonal, and the dampening.
-
-    L is None where none of the dampenings tried makes H positive definite.
-    """
-    damped = hessian.index_select(0, reverse).index_select(1, reverse).div_(mean)
-    diagonal = damped.diagonal()
-    undamped = diagonal.clone()
-    dead = (undamped == 0).float()  # nothing else is in such a row, so that any pivot will do
-    frac = dampening_frac
-    for attempt in range(_ATTEMPTS):
-        frac = dampening_frac if attempt == 0 else max(10 * frac, _LEAST_RAISED)
-        diagonal.copy_(undamped + (dead + frac))
-        lower, info = torch.linalg.cholesky_ex(damped)
-        if int(info) == 0 and bool(lower.diagonal().isfinite().all()):
-            return lower, dead + frac, frac
-    return None, dead + frac, frac
-
-
-def _check(
-    weight: torch.Tensor,
-    hessian: torch.Tensor,
-    block_size: int,
-    dampening_frac: float,
-    order: torch.Tensor | None,
-    g_idx: torch.Tensor | None,
-) -> None:
-    columns = weight.shape[-1]
-    if weight.ndim != 2 or hessian.shape != (columns, columns):
-        raise StrategyError(
-            f"a weight (out, in) needs a Hessian (in, in), got {tuple(weight.shape)} and "
-            f"{tuple(hessian.shape)}"
-        )
-    if block_size < 1 or not 0 <= dampening_frac < float("inf"):
-        raise ValueError(
-            "block_size must be positive and dampening_frac finite and not negative, got "
-            f"{block_size} and {dampening_frac}"
-        )
-    for name, tensor in (("weight", weight), ("Hessian", hessian)):
-        low, high = tensor.aminmax()  # NaN if there is one
-        if not bool(low.isfinite() & high.isfinite()):
-            row, column = (~tensor.isfinite()).nonzero()[0].tolist()
-            raise NonFiniteError(
-                f"the {name} holds {tensor[row, column]} at row {row}, column {column}; inputs "
-                "that overflow, or a layer before this one, are the usual cause"
-            )
-    reach = hessian.diagonal().abs().sqrt() * hessian[0, 0].abs().sqrt()
-    if not bool(((hessian[0] - hessian[:, 0]).abs() <= 1e-3 * reach).all()):
-        raise ValueError("the Hessian is not symmetric; pass it through hessian.symmetric() first")
-    for name, index in (("order", order), ("g_idx", g_idx)):
-        if index is not None and index.shape != (columns,):
-            raise ValueError(
-                f"{name} must hold one entry for each of {columns} columns, got "
-                f"{tuple(index.shape)}"
-            )
-    if order is not None and not torch.equal(order.sort().values, torch.arange(columns).to(order)):
-        raise ValueError("order must hold every column once")

@@ -18,7 +18,7 @@ from steelyard.kernels.rounding import quantized_range
 if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationArgs
 
-__all__ = ["global_scale_of", "is_mx", "qparams_from_range", "scale_dtype_of"]
+__all__ = ["global_scale_of", "is_mx", "nearest_scale", "qparams_from_range", "scale_dtype_of"]
 
 _FLOAT_SCALES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _E8M0_MIN, _E8M0_MAX = 2.0**-127, 2.0**127
@@ -86,6 +86,19 @@ def _store(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         stored = stored.to(torch.float32)
     smallest = info.smallest_normal * info.eps  # the least subnormal
     return torch.where(stored == 0, torch.full_like(stored, smallest), stored)
+
+
+def nearest_scale(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the nearest scale that `dtype` stores; typed as by `qparams_from_range`.
+
+    >>> nearest_scale(torch.tensor([0.7, 0.8]), torch.uint8)  # powers of two
+    tensor([0.5000, 1.0000])
+    """
+    if dtype == torch.uint8:
+        mantissa, exponent = torch.frexp(scale)  # mantissa in [0.5, 1)
+        power = torch.where(mantissa < 0.75, exponent - 1, exponent)
+        scale = torch.ldexp(torch.ones_like(scale), power)
+    return _store(scale, dtype)
 
 
 def _zero_point(

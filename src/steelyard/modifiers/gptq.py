@@ -60,6 +60,12 @@ class GPTQModifier(QuantizationModifier):
         default=ActivationOrdering.STATIC,
         description="columns with the largest inputs first (static, weight), or as they lie (null)",
     )
+    refinements: int = Field(
+        default=2,
+        ge=0,
+        description="rounds after the solve, each of which fits scales to codes and codes to "
+        "scales; 0: none, and the scales stay those of the observer",
+    )
     offload_hessians: bool = Field(default=False, description="keep Hessians on the CPU")
     sequential_targets: list[Target] | None = Field(
         default=None, description="what runs one after another; always the decoder's layers here"

@@ -34,6 +34,8 @@ class ImportanceObserver(Observer):
 
     needs_importance: ClassVar[bool] = True
     """Whether going without importance is worth a warning."""
+    compensated_power: ClassVar[float] = 1.0
+    """Power of E[x^2] that weights a column whose error other columns make up for, as in GPTQ."""
 
     _act_sync_dict: ClassVar = {
         "_imatrix_sum": dist.ReduceOp.SUM,
@@ -48,6 +50,7 @@ class ImportanceObserver(Observer):
         self._imatrix_count: torch.Tensor = torch.tensor(0, dtype=torch.int64)
         self._imatrix_bins: torch.Tensor | None = None
         self._uncarried = 0  # batches in the bins
+        self._power = 1.0  # of E[x^2]
         self.fallback_reason: str | None = None
 
     # -- gathering --------------------------------------------------------------------------
@@ -86,6 +89,10 @@ class ImportanceObserver(Observer):
             self.detach(module)
             self.reset()
         return gathered
+
+    def expect_compensation(self) -> None:
+        """Weight columns for an algorithm that makes up for their errors in other columns."""
+        self._power = self.compensated_power
 
     @torch.no_grad()
     def _gather(self, module: torch.nn.Module, args: Any) -> None:
@@ -169,7 +176,7 @@ class ImportanceObserver(Observer):
     # -- weighting --------------------------------------------------------------------------
 
     def importance_for(self, observed: torch.Tensor) -> torch.Tensor | None:
-        """Return E[x^2] per column over its mean, shaped to broadcast to the observed weight.
+        """Return E[x^2] per column, or its power, over the mean; it broadcasts to the weight.
 
         observed: (1, *qparam_shape, group_size), or blocks (1, rows, columns, h, w)
         """
@@ -180,6 +187,8 @@ class ImportanceObserver(Observer):
             self._go_without(problem)
             return None
         importance = self._importance().to(observed.device)
+        if self._power != 1.0:
+            importance = importance.pow(self._power)
         # in fp64, so that the order of columns does not show in its last bit
         importance = importance / importance.double().mean().to(importance)
         if self._column_order is not None:

@@ -39,6 +39,7 @@ class OptimalObserver(ImportanceObserver, KeepsWeight):
 
     Options = OptimalOptions
     needs_importance: ClassVar[bool] = False
+    compensated_power: ClassVar[float] = 0.5
 
     _statistics: ClassVar[tuple[str, ...]] = (
         "min_vals",

@@ -117,6 +117,22 @@ struct GptqProblem {
     double* losses;  // (rows,), added to
 };
 
+// One block of whole groups after GPTQ, or of columns without scales that move.
+struct RefineProblem {
+    int64_t rows, columns;
+    Type type;
+    Format format;         // of the codes, and of the scales as they are stored
+    const float* hessian;  // (columns, columns)
+    const float* sums;     // (columns, rows), the Hessian times the errors, over all columns
+    bool round_quotient, tight;  // as in GptqProblem
+    bool fit;                    // whether scales move
+    float* scale;                // (groups, rows), divided by the global scale
+    const float* zero_point;     // as scale, or null
+    const int64_t* group;        // (columns,)
+    float* values;               // (columns, rows)
+    float* errors;               // as values
+};
+
 struct Table {
     const char* name;
     void (*range)(const View&, float* low, float* high, int threads);
@@ -126,6 +142,7 @@ struct Table {
     void (*sum_squares)(const View&, float* sums, int threads);
     void (*pack)(const PackProblem&, int threads);
     void (*gptq_block)(const GptqProblem&, int threads);
+    void (*refine_block)(const RefineProblem&, int threads);
 };
 
 extern const Table baseline_table;

@@ -61,6 +61,15 @@ void require_matrix(const Array& array, const char* name) {
     }
 }
 
+inline void require_groups(const Indices& group, int64_t columns, int64_t groups) {
+    require_size(group, columns, "group");
+    for (int64_t j = 0; j < columns; ++j) {
+        if (group.data()[j] < 0 || group.data()[j] >= groups) {
+            throw std::invalid_argument("a column's group has no scale");
+        }
+    }
+}
+
 // Importance broadcasts over the values: a dimension of size 1 does not advance.
 inline const float* weights_of(const std::optional<Tensor>& weights, const View& values,
                                int64_t* stride) {

@@ -42,13 +42,15 @@ namespace {
 
 #include "gptq.inl"
 
+#include "refine.inl"
+
 }  // namespace
 }  // namespace STEELYARD_ISA
 
 const Table JOIN(STEELYARD_ISA, _table) = {
     TEXT(STEELYARD_ISA),    STEELYARD_ISA::range,       STEELYARD_ISA::qparams, STEELYARD_ISA::search,
     STEELYARD_ISA::optimal, STEELYARD_ISA::sum_squares, STEELYARD_ISA::pack,
-    STEELYARD_ISA::gptq_block,
+    STEELYARD_ISA::gptq_block, STEELYARD_ISA::refine_block,
 };
 
 }  // namespace steelyard

@@ -163,14 +163,9 @@ void gptq_block(ConstFloats weight, std::optional<ConstFloats> lower, std::optio
     require_size(added, p.columns, "added");
     require_size(scale, groups * p.rows, "scale");
     if (zero_point) require_size(*zero_point, groups * p.rows, "zero_point");
-    require_size(group, p.columns, "group");
+    require_groups(group, p.columns, groups);
     require_size(errors, size, "errors");
     require_size(losses, p.rows, "losses");
-    for (int64_t j = 0; j < p.columns; ++j) {
-        if (group.data()[j] < 0 || group.data()[j] >= groups) {
-            throw std::invalid_argument("a column's group has no scale");
-        }
-    }
     p.type = Type(type);
     p.format = format;
     p.weight = weight.data();
@@ -188,6 +183,40 @@ void gptq_block(ConstFloats weight, std::optional<ConstFloats> lower, std::optio
     const Table& table = require_table(isa);
     nb::gil_scoped_release release;
     table.gptq_block(p, threads);
+}
+
+void refine_block(ConstFloats hessian, ConstFloats sums, Floats scale,
+                  std::optional<ConstFloats> zero_point, Indices group, const Format& format, int type,
+                  bool round_quotient, bool tight, bool fit, Floats values, Floats errors,
+                  const std::string& isa, int threads) {
+    require_matrix(values, "values");
+    require_matrix(scale, "scale");
+    if (type < 0 || type > int(Type::bf16)) throw std::invalid_argument("no such type");
+    RefineProblem p{};
+    p.columns = int64_t(values.shape(0));
+    p.rows = int64_t(values.shape(1));
+    const int64_t groups = int64_t(scale.shape(0));
+    require_size(hessian, p.columns * p.columns, "hessian");
+    require_size(sums, p.columns * p.rows, "sums");
+    require_size(errors, p.columns * p.rows, "errors");
+    require_size(scale, groups * p.rows, "scale");
+    if (zero_point) require_size(*zero_point, groups * p.rows, "zero_point");
+    require_groups(group, p.columns, groups);
+    p.type = Type(type);
+    p.format = format;
+    p.hessian = hessian.data();
+    p.sums = sums.data();
+    p.round_quotient = round_quotient;
+    p.tight = tight;
+    p.fit = fit;
+    p.scale = scale.data();
+    p.zero_point = zero_point ? zero_point->data() : nullptr;
+    p.group = group.data();
+    p.values = values.data();
+    p.errors = errors.data();
+    const Table& table = require_table(isa);
+    nb::gil_scoped_release release;
+    table.refine_block(p, threads);
 }
 
 }  // namespace
@@ -237,6 +266,10 @@ NB_MODULE(_native, m) {
           nb::arg("group"), nb::arg("format"), nb::arg("type"), nb::arg("round_quotient"),
           nb::arg("tight"), nb::arg("values").none(), nb::arg("errors"), nb::arg("losses"),
           nb::arg("isa"), nb::arg("threads"));
+    m.def("refine_block", &refine_block, nb::arg("hessian"), nb::arg("sums"), nb::arg("scale"),
+          nb::arg("zero_point").none(), nb::arg("group"), nb::arg("format"), nb::arg("type"),
+          nb::arg("round_quotient"), nb::arg("tight"), nb::arg("fit"), nb::arg("values"),
+          nb::arg("errors"), nb::arg("isa"), nb::arg("threads"));
     m.def("instruction_sets", &instruction_sets,
           "Return the builds of the kernels that this processor runs, best first.");
     m.def("cpu_features", &cpu_features,

@@ -1,0 +1,229 @@
+// Scales and codes of a block of columns after GPTQ: the arithmetic of refine_block in gptq_refine.py.
+//
+// As in gptq.inl, a vector holds the same column of LANES rows. A row that does not gain takes a step
+// of zero, and a vector of zeros is not added anywhere: most codes are settled after the first round.
+
+constexpr int REFINE_TRIES = 2;
+
+static inline bool any(vf a) {
+    uint64_t words[sizeof(vf) / 8], found = 0;
+    std::memcpy(words, &a, sizeof a);
+    for (uint64_t word : words) found |= word;
+    return found != 0;
+}
+
+static inline vf power_below(vf a) { return (vf)((vi)a & 0x7f800000); }
+
+// The nearest scale that can be stored, for a positive wish.
+static inline vf nearest_stored(vf wish, ScaleType type) {
+    if (type == ScaleType::bf16) {
+        const vi bits = (vi)wish;
+        const vi stored = (bits + 0x7fff + ((bits >> 16) & 1)) & (int32_t)0xffff0000;
+        return vmax(vmin((vf)stored, splat(0x1.fep127f)), splat(0x1p-133f));
+    }
+    if (type == ScaleType::e8m0) {
+        const vf low = power_below(wish);
+        return wish < 1.5f * low ? low : 2.0f * low;
+    }
+    return store_scales(wish, type);
+}
+
+// The next scales of one byte below and above.
+static inline void beside(vf stored, ScaleType type, vf& low, vf& high) {
+    const vf power = power_below(stored);
+    if (type == ScaleType::e8m0) {
+        low = vmax(stored * 0.5f, splat(0x1p-127f));
+        high = vmin(stored * 2.0f, splat(0x1p127f));
+        return;
+    }
+    const vf gap = vmax(power, splat(0x1p-6f)) * 0.125f;
+    const vi halved = (stored == power) & (power > 0x1p-6f);
+    low = vmax(stored - (halved ? gap * 0.5f : gap), splat(0x1p-9f));
+    high = vmin(stored + gap, splat(448.0f));
+}
+
+template <Type TYPE>
+struct RefineTile {
+    const RefineProblem& p;
+    const Rounding& r;
+    int64_t row, n;
+    std::vector<float> sums, values, became, step, product;  // (columns, GPTQ_TILE)
+
+    RefineTile(const RefineProblem& problem, const Rounding& rounding)
+        : p(problem), r(rounding), row(0), n(0) {
+        for (auto* each : {&sums, &values, &became, &step, &product}) each->resize(p.columns * GPTQ_TILE);
+    }
+
+    vf at(const std::vector<float>& m, int64_t j, int v) const {
+        return load(m.data() + j * GPTQ_TILE + v * LANES);
+    }
+    static void put(std::vector<float>& m, int64_t j, int v, vf x) {
+        std::memcpy(m.data() + j * GPTQ_TILE + v * LANES, &x, sizeof x);
+    }
+
+    Stored<TYPE> codes(vf scale, vf zero) const { return {r, scale, zero, p.round_quotient}; }
+
+    vf nearest(const Stored<TYPE>& c, vf x) const {
+        const vf y = c.place(x, false), q = c.round(y);
+        return c.decode(p.tight ? c.kept_near(q, y) : q);
+    }
+
+    // H e after column j has moved.
+    void subtract(int64_t j, int v, vf moved) {
+        if (!any(moved)) return;
+        const float* h = p.hessian + j * p.columns;
+        for (int64_t k = 0; k < p.columns; ++k) put(sums, k, v, at(sums, k, v) - moved * h[k]);
+    }
+
+    // To what the values `became`, in rows that are better.
+    void move(int64_t first, int64_t last, int v, vi better) {
+        for (int64_t j = first; j < last; ++j) {
+            const vf from = at(values, j, v), to = better ? at(became, j, v) : from;
+            put(values, j, v, to);
+            subtract(j, v, to - from);
+        }
+    }
+
+    // product = H m within a group
+    void multiply(const std::vector<float>& m, int64_t first, int64_t last, int v) {
+        for (int64_t k = first; k < last; ++k) {
+            const float* h = p.hessian + k * p.columns;
+            vf total = {};
+            for (int64_t j = first; j < last; ++j) total += at(m, j, v) * h[j];
+            put(product, k, v, total);
+        }
+    }
+
+    vf fit(int64_t first, int64_t last, int v, vf scale, vf zero) {
+        const Stored<TYPE> now = codes(scale, zero);
+        for (int64_t j = first; j < last; ++j) {
+            put(became, j, v, now.round(at(values, j, v) / scale + zero) - zero);  // codes, so far
+        }
+        multiply(became, first, last, v);
+        vf pull = {}, curvature = {};
+        for (int64_t j = first; j < last; ++j) {
+            pull += at(became, j, v) * at(sums, j, v);
+            curvature += at(became, j, v) * at(product, j, v);
+        }
+        const vf size = vabs(scale), wanted = scale + pull / curvature;
+        const vf wish = scale < 0.0f ? -wanted : wanted;
+        vi better = (wish > 0.0f) & (wish < std::numeric_limits<float>::infinity());
+        const vf moved = stored_near(better ? wish : size);
+        const vf signed_ = scale < 0.0f ? -moved : moved;
+        const Stored<TYPE> then = codes(signed_, zero);
+        for (int64_t j = first; j < last; ++j) {
+            put(became, j, v, then.decode(at(became, j, v) + zero));
+            put(step, j, v, at(became, j, v) - at(values, j, v));
+        }
+        multiply(step, first, last, v);
+        vf gain = {};
+        for (int64_t j = first; j < last; ++j) {
+            gain += at(step, j, v) * (2.0f * at(sums, j, v) - at(product, j, v));
+        }
+        better = better & (gain > 0.0f);
+        move(first, last, v, better);
+        return better ? signed_ : scale;
+    }
+
+    vf replaced(int64_t first, int64_t last, int v, vf scale, vf other, vf zero) {
+        const Stored<TYPE> then = codes(other, zero);
+        for (int64_t j = first; j < last; ++j) {
+            put(became, j, v, at(values, j, v));
+            put(product, j, v, at(sums, j, v));  // as they would become
+        }
+        vf gain = {};
+        for (int64_t i = first; i < first + REFINE_TRIES * (last - first); ++i) {
+            const int64_t j = first + (i - first) % (last - first);
+            const float* h = p.hessian + j * p.columns;
+            const vf sum = at(product, j, v), from = at(became, j, v);
+            const vf best = nearest(then, from + sum / h[j]), moved = best - from;
+            if (!any(moved)) continue;
+            gain += moved * (2.0f * sum - moved * h[j]);
+            for (int64_t k = first; k < last; ++k) put(product, k, v, at(product, k, v) - moved * h[k]);
+            put(became, j, v, best);
+        }
+        const vi better = (gain > 0.0f) & (other != scale);
+        move(first, last, v, better);
+        return better ? other : scale;
+    }
+
+    void sweep(int64_t first, int64_t last, int v, vf scale, vf zero) {
+        const Stored<TYPE> c = codes(scale, zero);
+        for (int64_t j = first; j < last; ++j) {
+            const float pivot = p.hessian[j * p.columns + j];
+            const vf sum = at(sums, j, v), from = at(values, j, v);
+            const vf best = nearest(c, from + sum / pivot), moved = best - from;
+            const vi better = moved * (2.0f * sum - moved * pivot) > 0.0f;
+            put(values, j, v, better ? best : from);
+            subtract(j, v, better ? moved : vf{});
+        }
+    }
+
+    vf stored_near(vf size) const {
+        const ScaleType type = p.format.scale;
+        if (!p.format.has_global) return nearest_stored(size, type);
+        return nearest_stored(size * p.format.global_scale, type) / p.format.global_scale;
+    }
+
+    void group(int64_t first, int64_t last) {
+        float* place = p.scale + p.group[first] * p.rows + row;
+        Strip scale = Strip::read(place, n, 1.0f);
+        const Strip zero = p.zero_point != nullptr
+                               ? Strip::read(p.zero_point + p.group[first] * p.rows + row, n, 0.0f)
+                               : Strip{};
+        const bool coarse = p.format.scale == ScaleType::e4m3 || p.format.scale == ScaleType::e8m0;
+        const float divisor = p.format.has_global ? p.format.global_scale : 1.0f;
+        for (int v = 0; v < GPTQ_VECTORS; ++v) {
+            if (p.fit && coarse) {
+                vf near[2];
+                beside(nearest_stored(scale.at[v] * divisor, p.format.scale), p.format.scale, near[0],
+                       near[1]);
+                for (const vf each : near) {
+                    scale.at[v] = replaced(first, last, v, scale.at[v], each / divisor, zero.at[v]);
+                }
+            } else if (p.fit) {
+                scale.at[v] = fit(first, last, v, scale.at[v], zero.at[v]);
+            }
+            sweep(first, last, v, scale.at[v], zero.at[v]);
+        }
+        if (p.fit) scale.write(place, n);
+    }
+
+    void run(int64_t at_row) {
+        row = at_row;
+        n = std::min<int64_t>(GPTQ_TILE, p.rows - row);
+        for (int64_t j = 0; j < p.columns; ++j) {
+            Strip::read(p.sums + j * p.rows + row, n, 0.0f).write(&sums[j * GPTQ_TILE], GPTQ_TILE);
+            Strip::read(p.values + j * p.rows + row, n, 0.0f).write(&values[j * GPTQ_TILE], GPTQ_TILE);
+        }
+        for (int64_t first = 0, last = 0; first < p.columns; first = last) {
+            while (last < p.columns && p.group[last] == p.group[first]) ++last;
+            group(first, last);
+        }
+        for (int64_t j = 0; j < p.columns; ++j) {
+            float *value = p.values + j * p.rows + row, *error = p.errors + j * p.rows + row;
+            for (int64_t k = 0; k < n; ++k) {
+                error[k] += value[k] - values[j * GPTQ_TILE + k];
+                value[k] = values[j * GPTQ_TILE + k];
+            }
+        }
+    }
+};
+
+template <Type TYPE>
+static void refine_tiles(const RefineProblem& p, const Rounding& r, int64_t begin, int64_t end) {
+    RefineTile<TYPE> tile(p, r);
+    for (int64_t each = begin; each < end; ++each) tile.run(each * GPTQ_TILE);
+}
+
+static void refine_block(const RefineProblem& p, int threads) {
+    const Rounding r(p.format);
+    const int64_t tiles = (p.rows + GPTQ_TILE - 1) / GPTQ_TILE;
+    parallel_for(tiles, 1, threads, [&](int64_t begin, int64_t end) {
+        switch (p.type) {
+            case Type::f32: refine_tiles<Type::f32>(p, r, begin, end); break;
+            case Type::f16: refine_tiles<Type::f16>(p, r, begin, end); break;
+            case Type::bf16: refine_tiles<Type::bf16>(p, r, begin, end); break;
+        }
+    });
+}
