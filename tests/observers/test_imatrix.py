@@ -558,3 +558,19 @@ def test_importance_for_an_activation_is_not_implemented() -> None:
     with pytest.raises(NotImplementedError, match="applies to the columns of a weight") as raised:
         observer(torch.ones(2, 8))
     assert isinstance(raised.value, ImportanceError)
+
+
+def test_optimal_weights_columns_by_a_power_of_importance() -> None:
+    """The power p of E[x^2] gives what E[x^2] = sums ** p gives."""
+    weight = torch.randn(8, 32, generator=torch.Generator().manual_seed(0))
+    squares = torch.logspace(-2, 2, 32)
+    args = QuantizationArgs(num_bits=4, strategy="group", group_size=16)
+    scales = []
+    for given, power in ((squares, 0.5), (squares.sqrt(), 1.0), (squares, 1.0)):
+        observer = Observer.load_from_registry(
+            "optimal", base_name="weight", args=args, importance_power=power
+        )
+        observer.add_importance(given, 1)
+        scales.append(observer(weight).get_qparams()["scale"])
+    assert torch.equal(scales[0], scales[1])
+    assert not torch.equal(scales[0], scales[2])

@@ -34,8 +34,6 @@ class ImportanceObserver(Observer):
 
     needs_importance: ClassVar[bool] = True
     """Whether going without importance is worth a warning."""
-    compensated_power: ClassVar[float] = 1.0
-    """Power of E[x^2] that weights a column whose error other columns make up for, as in GPTQ."""
 
     _act_sync_dict: ClassVar = {
         "_imatrix_sum": dist.ReduceOp.SUM,
@@ -50,7 +48,7 @@ class ImportanceObserver(Observer):
         self._imatrix_count: torch.Tensor = torch.tensor(0, dtype=torch.int64)
         self._imatrix_bins: torch.Tensor | None = None
         self._uncarried = 0  # batches in the bins
-        self._power = 1.0  # of E[x^2]
+        self.power = 1.0  # of E[x^2]
         self.fallback_reason: str | None = None
 
     # -- gathering --------------------------------------------------------------------------
@@ -89,10 +87,6 @@ class ImportanceObserver(Observer):
             self.detach(module)
             self.reset()
         return gathered
-
-    def expect_compensation(self) -> None:
-        """Weight columns for an algorithm that makes up for their errors in other columns."""
-        self._power = self.compensated_power
 
     @torch.no_grad()
     def _gather(self, module: torch.nn.Module, args: Any) -> None:
@@ -187,8 +181,8 @@ class ImportanceObserver(Observer):
             self._go_without(problem)
             return None
         importance = self._importance().to(observed.device)
-        if self._power != 1.0:
-            importance = importance.pow(self._power)
+        if self.power != 1.0:
+            importance = importance.pow(self.power)
         # in fp64, so that the order of columns does not show in its last bit
         importance = importance / importance.double().mean().to(importance)
         if self._column_order is not None:

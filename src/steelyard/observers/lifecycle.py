@@ -138,13 +138,8 @@ class Calibration:
         self._weighing.update(self._stop_gathering(names))
 
     def stop_gathering(self, names: Iterable[str]) -> None:
-        """Stop observers from gathering importance; `add_importance` gives it to them.
-
-        The caller is one that makes up for the error of a column in others.
-        """
+        """Stop observers from gathering importance; `add_importance` gives it to them."""
         self._stopped.update(self._stop_gathering(names))
-        for observer in self._stopped.values():
-            observer.expect_compensation()
 
     def _stop_gathering(self, names: Iterable[str]) -> Iterator[tuple[str, ImportanceObserver]]:
         for name in names:

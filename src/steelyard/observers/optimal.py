@@ -25,6 +25,13 @@ class OptimalOptions(ObserverOptions):
         description="let symmetric integer scales be negative, so that the code without a "
         "positive twin serves whichever side needs it",
     )
+    importance_power: float = Field(
+        default=1.0,
+        ge=0,
+        le=1,
+        description="power of E[x^2] that weights a column; below 1 where few columns have almost "
+        "all importance",
+    )
     strict: bool = Field(
         default=False, description="make unusable importance an error, not a uniform search"
     )
@@ -39,7 +46,6 @@ class OptimalObserver(ImportanceObserver, KeepsWeight):
 
     Options = OptimalOptions
     needs_importance: ClassVar[bool] = False
-    compensated_power: ClassVar[float] = 0.5
 
     _statistics: ClassVar[tuple[str, ...]] = (
         "min_vals",
@@ -51,6 +57,10 @@ class OptimalObserver(ImportanceObserver, KeepsWeight):
 
     best_scale: torch.Tensor
     best_zero_point: torch.Tensor
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)
+        self.power = self.options.importance_power
 
     def remember(self, observed: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> None:
         self.min_vals, self.max_vals = self.range_of(observed)
