@@ -39,7 +39,8 @@ def test_folder_gives_the_plain_logits(family: str, tmp_path: Path) -> None:
     source = Source.open(tmp_path)
     assert not source.in_memory  # not even experts, which its class stacks
     found = [out.logits for out in run_in_sequence(source, batches)]
-    assert_close(found, expected, rtol=0, atol=0)
+    last_bits = 1e-6 if family == "qwen3_moe" else 0  # experts one by one, not in one product
+    assert_close(found, expected, rtol=0, atol=last_bits)
     assert not source.in_memory, "weights were kept"
 
 
