@@ -6,6 +6,7 @@ A solved weight holds the values that will be stored, for the batches that conti
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,7 @@ from steelyard.plan.plan import Plan
 
 __all__ = ["GPTQ", "moment_bytes"]
 
+_AT_ONCE = 4  # modules for each thread: Hessians of more would only take memory
 _SMALL = 2048  # columns; up to here modules are solved beside each other, above one after another
 
 
@@ -74,18 +76,17 @@ class GPTQ(Nearest):
             for name in mine:
                 self._regroup(state, name)
         results = super().solve(block, state)
-        small = [name for name in mine if state.columns(name) <= _SMALL]
-        for name in small:
-            state.hessian(name)  # made here: threads that share it would make it twice
-        solved = block.pool.do(
-            (i, partial(self._solve, state, name)) for i, name in enumerate(small)
-        )
-        found = dict(zip(small, solved, strict=True))
-        for name in mine:
-            result, error, details = found.get(name) or self._solve(state, name)
-            block.change(f"{name}.weight", result.weight)
-            self._note(block.notes, name, result)
-            results[name] = ModuleResult(error, state.tokens(name), details)
+        for some in _rounds(mine, state, _AT_ONCE * block.pool.count):
+            for name in some:
+                state.hessian(name)  # made here: threads that share it would make it twice
+            solved = block.pool.do(
+                (i, partial(self._solve, state, name)) for i, name in enumerate(some)
+            )
+            for name, (result, error, details) in zip(some, solved, strict=True):
+                block.change(f"{name}.weight", result.weight)
+                self._note(block.notes, name, result)
+                results[name] = ModuleResult(error, state.tokens(name), details)
+                state.release(name)
         return results
 
     def _regroup(self, state: Hessians, name: str) -> None:
@@ -130,6 +131,22 @@ class GPTQ(Nearest):
             notes.append(f"{name}: rounded to nearest, since {result.fallback}")
         elif result.dampening_frac > dampening:
             notes.append(f"{name}: its Hessian needed a dampening of {result.dampening_frac:g}")
+
+
+def _rounds(names: Sequence[str], state: Hessians, most: int) -> Iterator[list[str]]:
+    """Yield the modules that are solved beside each other, in their order; large ones alone."""
+    some: list[str] = []
+    for name in names:
+        large = state.columns(name) > _SMALL
+        if some and (large or len(some) == most):
+            yield some
+            some = []
+        some.append(name)
+        if large:
+            yield some
+            some = []
+    if some:
+        yield some
 
 
 def moment_bytes(plan: Plan) -> int:

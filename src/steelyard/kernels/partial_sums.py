@@ -35,6 +35,11 @@ class Partial:
     stop: int
     value: torch.Tensor | None
 
+    def on_cpu(self) -> Partial:
+        """Return a copy on the CPU, which can be sent and added to."""
+        value = None if self.value is None else self.value.to("cpu", copy=True)
+        return Partial(self.start, self.stop, value)
+
 
 class FixedOrderSum:
     """Adds the batches of one rank.

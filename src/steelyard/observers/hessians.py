@@ -71,8 +71,13 @@ class _Hessian:
         return [slab.total() for slab in self.slabs]
 
     def diagonal(self) -> torch.Tensor:
-        """Return the diagonal of the sum over all tokens, after the last input."""
-        return torch.cat([slab.diagonal() for slab in self.totals()])
+        """Return the diagonal of the matrix, after the last input."""
+        if self._whole is not None:
+            return self._whole.diagonal().clone()
+        found = torch.cat([slab.diagonal() for slab in self.totals()]).to(self.device)
+        if self.prior is not None:
+            found += torch.cat([slab.diagonal() for slab in self.prior.slabs])
+        return found
 
     def whole(self) -> torch.Tensor:
         """Return the matrix, (columns, columns), after the last input; frees the slabs."""
@@ -116,6 +121,7 @@ class Hessians:
         self.pool = pool or ThreadPool()
         self._noted: dict[_Hessian, list[Term]] = {}
         self._hessians: dict[str, _Hessian] = {}
+        self._released: dict[str, int] = {}  # tokens of modules that are solved
         self._latest: _Hessian | None = None
 
     def see(
@@ -180,7 +186,8 @@ class Hessians:
         return next(name for name, each in self._hessians.items() if each is hessian)
 
     def tokens(self, name: str) -> int:
-        return self._hessians[name].tokens if name in self._hessians else 0
+        hessian = self._hessians.get(name)
+        return self._released.get(name, 0) if hessian is None else hessian.tokens
 
     def join(self, owners: Mapping[str, int]) -> None:
         """Join the Hessians of all ranks; each rank calls this once, after the last batch.
@@ -205,7 +212,7 @@ class Hessians:
             whole = _Hessian(columns, self._device(names[0]), 0)
             whole.tokens = tokens
             for owner in sorted({owners[name] for name in names}):
-                for found in self.ranks.collect(_copies(partials), owner):
+                for found in self.ranks.collect([[p.on_cpu() for p in s] for s in partials], owner):
                     if owner == self.ranks.rank and found:  # else it had no batch
                         for slab, part in zip(whole.slabs, found, strict=True):
                             slab.extend(part)
@@ -232,9 +239,9 @@ class Hessians:
     def _prior(
         self, names: Sequence[str], owners: Mapping[str, int], inner: bool, factor: float
     ) -> list[torch.Tensor]:
-        """Return the sum of Hessians, times a factor, in slabs; of inner channels its diagonal."""
+        """Return the sum of Hessians times a factor; of inner channels its mean diagonal."""
         total: list[torch.Tensor] = []
-        for name in names:  # in one order on all ranks
+        for name in names:
             found = self._hessians[name].totals() if owners.get(name, 0) == self.ranks.rank else []
             if self.ranks.count > 1:
                 found = self.ranks.broadcast([s.cpu() for s in found], owners.get(name, 0))
@@ -256,12 +263,13 @@ class Hessians:
         return {names: (hessian.columns, hessian.tokens) for names, hessian in first.items()}
 
     def _device(self, name: str) -> torch.device:
-        weight: Any = self.modules[name].weight
-        return torch.device("cpu") if self.offload else weight.device
+        return torch.device("cpu") if self.offload else self._weight(name).device
 
     def columns(self, name: str) -> int:
-        weight: Any = self.modules[name].weight
-        return int(weight.shape[1])
+        return int(self._weight(name).shape[1])
+
+    def _weight(self, name: str) -> Any:
+        return self.modules[name].weight
 
     def importance(self, name: str) -> tuple[torch.Tensor, int] | None:
         """Return the sum of x^2 of each input channel, and of how many tokens; None for none."""
@@ -269,21 +277,17 @@ class Hessians:
         if hessian is None:
             return None
         tokens = hessian.tokens + (hessian.prior.tokens if hessian.prior is not None else 0)
-        return (hessian.whole().diagonal().clone(), tokens) if tokens else None
+        return (hessian.diagonal(), tokens) if tokens else None
+
+    def release(self, name: str) -> None:
+        """Free the Hessian of a module, which is solved; `tokens` still tells of it."""
+        if (hessian := self._hessians.pop(name, None)) is not None:
+            self._released[name] = hessian.tokens
 
     def hessian(self, name: str) -> torch.Tensor:
         """Return H of a module, (columns, columns) fp32; all zero if no token reached it."""
         hessian = self._hessians.get(name)
         if hessian is not None:
             return hessian.whole()
-        weight: Any = self.modules[name].weight
-        return torch.zeros(self.columns(name), self.columns(name), device=weight.device)
-
-
-def _copies(partials: list[list[Partial]]) -> list[list[Partial]]:
-    """Return copies on the CPU, which can be sent and added to."""
-
-    def copy(value: torch.Tensor | None) -> torch.Tensor | None:
-        return None if value is None else value.to("cpu", copy=True)
-
-    return [[Partial(p.start, p.stop, copy(p.value)) for p in slab] for slab in partials]
+        columns = self.columns(name)
+        return torch.zeros(columns, columns, device=self._weight(name).device)
