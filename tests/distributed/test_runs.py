@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from expert_families import saved
 from families import small_model, token_batches
 from multimodal import multimodal_model, samples_for_model
 from torch import distributed as dist
@@ -155,6 +156,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "static, loaded": (STATIC, {"loaded": True}),
     "images, not in every sample": (SEEN, {"model": "llava", "dataset": pictures()}),
     "images, gptq": (GPTQ, {"model": "llava", "dataset": pictures()}),
+    "experts, gptq": (GPTQ, {"model": "experts"}),
+    "experts, static": (SEEN, {"model": "experts"}),
+    "experts, importance": (WEIGHED, {"model": "experts", "dataset": token_batches()[:1]}),
 }
 
 
@@ -173,6 +177,7 @@ def quantize(case: str, folder: Path, output: Path) -> Any:
 def make_source(folder: Path) -> None:
     small_model("llama").save_pretrained(folder / "model")
     multimodal_model("llava").save_pretrained(folder / "llava")
+    saved("qwen3_moe", folder / "experts")
 
 
 def cut_small() -> None:
