@@ -29,7 +29,7 @@ from steelyard.errors import PipelineError
 from steelyard.fusion import fused_groups
 from steelyard.model.early_stop import StopAfter
 from steelyard.model.placeholders import first_tensor
-from steelyard.model.precision import computing_in, rounded_once
+from steelyard.model.precision import computing_in, return_memory, rounded_once
 from steelyard.observers.calibration import Calibration
 from steelyard.observers.lifecycle import with_schemes
 
@@ -208,6 +208,7 @@ class Passes:
         ):
             for index, stage in enumerate(stages):
                 found |= self._stage(part, flow, staged, index, stage)
+                return_memory()  # of Hessians, before wider weights take theirs
                 solved.enter_context(rounded_once(stage.modules.values(), self.dtype))
             with contextlib.closing(staged.finish()) as outputs:
                 flow.take(outputs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ from compressed_tensors.quantization import QuantizationStatus
 from compressed_tensors.quantization.lifecycle.forward import forward_quantize
 from torch.nn import Module, Parameter
 
-__all__ = ["computing_in", "fast_dtype", "rounded_once"]
+__all__ = ["computing_in", "fast_dtype", "return_memory", "rounded_once"]
 
 
 @contextlib.contextmanager
@@ -82,3 +83,9 @@ def fast_dtype(stored: torch.dtype, device: torch.device) -> torch.dtype | None:
         return None
     has_tiles = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     return None if stored == torch.bfloat16 and has_tiles() else torch.float32
+
+
+def return_memory() -> None:
+    """Return freed memory to the system; glibc would keep several layers' worth."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)

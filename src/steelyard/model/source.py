@@ -8,7 +8,6 @@ module already holds its weights.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import json
 from collections.abc import Collection, Iterator
@@ -23,6 +22,7 @@ from steelyard.errors import PipelineError
 from steelyard.model.file_modules import FilesModel
 from steelyard.model.model_class import ModelClass, NoModelClass
 from steelyard.model.model_folder import model_folder
+from steelyard.model.precision import return_memory
 from steelyard.model.restoring import restored_on_error
 from steelyard.model.skeleton import build_skeleton, parts_of
 from steelyard.model.unstacking import Unstacked, unstack
@@ -238,7 +238,7 @@ class Source:
                 assert held is not None
                 parent._parameters[leaf] = Parameter(held.data.to("meta"), requires_grad=False)
             if filled:
-                _return_memory()
+                return_memory()
 
     def _read(self, name: str, parameter: Parameter) -> torch.Tensor | None:
         """Return a tensor of the model from the files; None if they do not hold it."""
@@ -251,12 +251,6 @@ class Source:
         for original, part in parts_of(self.model, name, whole).items():
             part.copy_(self.shards.read(original))  # a view of the whole
         return whole
-
-
-def _return_memory() -> None:
-    """Return freed memory to the system; glibc would keep several layers' worth."""
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _check_module(model: Any) -> None:
