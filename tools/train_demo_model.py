@@ -111,7 +111,7 @@ def tokens_of(texts: list[str], tokenizer: Tokenizer) -> torch.Tensor:
     return torch.tensor([id for text in encoded for id in (*text.ids, end)])
 
 
-def new_model(vocab_size: int, layers: int, seed: int, experts: int) -> PreTrainedModel:
+def new_model(vocab_size: int, layers: int, seed: int, experts: int = 0) -> PreTrainedModel:
     torch.manual_seed(seed)
     sizes = {
         "vocab_size": vocab_size,

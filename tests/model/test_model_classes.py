@@ -239,7 +239,7 @@ def test_a_class_whose_head_is_called_decoder_has_its_layers_found() -> None:
 @pytest.mark.parametrize("loaded", [False, True])
 def test_token_ids_alone_are_refused_by_a_model_of_speech(loaded: bool, tmp_path: Path) -> None:
     model = build("whisper") if loaded else save("whisper", tmp_path / "m")
-    with pytest.raises(DataError, match=r"input_ids \(2, 24\) is nothing that the forward of Whi"):
+    with pytest.raises(DataError, match=r"input_ids \(1, \d+\) is nothing that the forward of Whi"):
         run(model, tmp_path / "q", QuantizationModifier(scheme="FP8", ignore=["lm_head"]))
     assert not (tmp_path / "q").exists()
 
@@ -252,7 +252,8 @@ def test_layers_that_pass_on_more_than_a_hidden_state_are_calibrated(
     """GLM-5 hands indices from layer to layer; Mllama skips its cross attention without images."""
     folder = save(kind, tmp_path / "m")
     result = run(folder, tmp_path / "q", pipeline=pipeline, uncalibrated="weights-only")
-    assert all(m.tokens for n, m in result.modules.items() if "layers.0.self_attn" in n)
+    decoder = {n: m for n, m in result.modules.items() if "vision" not in n}
+    assert all(m.tokens for n, m in decoder.items() if "layers.0.self_attn" in n)
     assert loading_report(kind, tmp_path / "q") == {}
 
 

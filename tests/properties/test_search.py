@@ -71,17 +71,30 @@ def objective(
 
 
 def assert_not_worse(
-    ours: np.ndarray, theirs: np.ndarray, floor: float = 0, size: np.ndarray | float = 0
+    ours: np.ndarray,
+    theirs: np.ndarray,
+    floor: float = 0,
+    size: np.ndarray | float = 0,
+    norm: float = 2,
 ) -> None:
     """Compare up to rounding in fp32; errors below `floor` count as none.
 
-    size: the sum of squares of each group. A difference w - q is known to 2^-23 |w|, so a sum of
-          their squares e to 2^-22 sum |w| |w - q| <= 2^-22 sqrt(size e), on either side. It matters
-          where q is close to w.
+    size: the sum of |w|^norm of each group. A difference w - q is known to 2^-23 |w|, so a sum e of
+          their powers p to 2^-23 p sum |w| |w - q|^(p - 1), which is at most
+          2^-23 p size^(1/p) e^(1 - 1/p), on either side. It matters where q is close to w.
     """
-    rounding = 1e-5 * theirs + 2**-21 * np.sqrt(size * theirs)
+    rounding = 1e-5 * theirs + 2**-22 * norm * size ** (1 / norm) * theirs ** (1 - 1 / norm)
     worse = ours > theirs + rounding + floor
     assert not worse.any(), f"{ours[worse]} is worse than {theirs[worse]}"
+
+
+def size_of(
+    value: torch.Tensor, args: QuantizationArgs, norm: float, importance: np.ndarray | None
+) -> np.ndarray:
+    """Return the sum of |w|^norm of each group, weighted as `objective` weights errors."""
+    weights = np.ones(COLUMNS) if importance is None else importance
+    powers = torch.from_numpy(np.abs(value.double().numpy()) ** norm * weights)
+    return flatten_for_calibration(powers, "weight", args).numpy().sum(axis=(0, -1))
 
 
 def qparams_of(name: str, value: torch.Tensor, args: QuantizationArgs, **options: Any):
@@ -130,6 +143,8 @@ def test_imatrix_mse_is_not_worse(args, matrix, dtype, activations) -> None:
     assert_not_worse(
         objective(value, found, args, 3.0, importance),
         objective(value, plain, args, 3.0, importance),
+        size=size_of(value, args, 3.0, importance),
+        norm=3.0,
     )
 
 
@@ -159,9 +174,7 @@ def test_optimal_is_not_worse_than_either(args, matrix, dtype, activations, weig
         importance = (activations.astype(np.float64) ** 2).mean(axis=0)
         importance /= importance.mean()
     found = objective(value, observer(value).get_qparams(), args, 2.0, importance)
-    weights = np.ones(COLUMNS) if importance is None else importance
-    squares = torch.from_numpy(np.square(value.double().numpy()) * weights)
-    size = flatten_for_calibration(squares, "weight", args).numpy().sum(axis=(0, -1))
+    size = size_of(value, args, 2.0, importance)
     plain = qparams_of("memoryless_minmax", value, args)
     theirs = objective(value, plain, args, 2.0, importance)
     assert_not_worse(found, theirs, floor=1e-12, size=size)

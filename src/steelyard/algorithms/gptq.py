@@ -17,7 +17,7 @@ from steelyard.algorithms.algorithm import Algorithm, ModuleResult, Needs, Seen
 from steelyard.algorithms.block import Block
 from steelyard.algorithms.nearest import Nearest
 from steelyard.checkpoint.figures import module_figures, with_figures
-from steelyard.checkpoint.weight_errors import relative_error
+from steelyard.checkpoint.weight_errors import relative_error, weight_error
 from steelyard.fusion import fused_groups
 from steelyard.kernels.gptq_rounding import GPTQResult, activation_order, solve
 from steelyard.modifiers import GPTQModifier
@@ -83,7 +83,8 @@ class GPTQ(Nearest):
                 (i, partial(self._solve, state, name)) for i, name in enumerate(some)
             )
             for name, (result, error, details) in zip(some, solved, strict=True):
-                block.change(f"{name}.weight", result.weight)
+                if result.fallback is None:  # else it is rounded to nearest when it is stored
+                    block.change(f"{name}.weight", result.weight)
                 self._note(block.notes, name, result)
                 results[name] = ModuleResult(error, state.tokens(name), details)
                 state.release(name)
@@ -119,6 +120,9 @@ class GPTQ(Nearest):
             g_idx=getattr(module, "weight_g_idx", None),
             rounds=modifier.refinements,
         )
+        if result.fallback is not None:
+            error = weight_error(module) or 0.0
+            return result, error, with_figures(_details(result), module_figures(module))
         module.register_parameter("weight_scale", Parameter(result.scale, requires_grad=False))
         off = (module.weight.data.float() - result.weight.float()).square_()
         error = relative_error(float(off.sum(dtype=torch.float64)), module.weight.data)

@@ -54,6 +54,7 @@ WORDS = {
     'pipeline="basic"': "--pipeline basic",
     "pass dataset=": "give --data",
     "pass tokenizer=": "give --tokenizer",
+    "pass processor=": "give --tokenizer",
     "tokenizer=, or token ids as the dataset": "--tokenizer with the folder of one",
     "trust_remote_code_model=True": "--trust-remote-code",
     "save_statistics=": "observe",

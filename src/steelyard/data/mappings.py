@@ -57,7 +57,7 @@ def _batched(given: Inputs, where: str) -> Inputs:
         raise DataError(
             f"{where}: input_ids is {tuple(ids.shape)} beside {other} "
             f"{tuple(given[other or 'input_ids'].shape)}, so what is the batch dimension? Give "
-            "input_ids of (1, seq), as a processor does, or pass data_collator="
+            "input_ids of (1, seq), as a processor does, or a data_collator that makes it"
         )
     return {name: value[None] for name, value in given.items()}
 

@@ -86,7 +86,7 @@ class MediaReader:
         if found is None:
             raise DataError(
                 f"{where}: {type(self._processor).__name__} made {', '.join(made)} of the sample's "
-                f"{', '.join(given)}, and nothing else; pass the processor of the model, processor="
+                f"{', '.join(given)}, and nothing else; pass processor= with that of the model"
             )
         return found
 

@@ -228,7 +228,8 @@ def columns_text(columns: Iterable[object]) -> str:
 def _token_ids_alone(row: Mapping[Any, Any], where: str) -> None:
     """Refuse pixels or audio where only token ids are read; labels and the like change nothing."""
     for name, value in row.items():
-        if "float" in str(getattr(value, "dtype", "")) and getattr(value, "ndim", 0) > 1:
+        is_float = "float" in str(getattr(value, "dtype", ""))
+        if is_float and getattr(value, "ndim", 0) > 1 and name != "attention_mask":
             shown = printable(str(name))
             raise DataError(f"{where} brings {shown}, and only token ids are read here; remove it")
 

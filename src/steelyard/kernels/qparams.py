@@ -81,7 +81,7 @@ def _store(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if dtype == torch.uint8:
         return scale.clamp(_E8M0_MIN, _E8M0_MAX).to(torch.float32)
     info = torch.finfo(dtype)
-    stored = scale.clamp(max=info.max).to(dtype)
+    stored = scale.clamp(max=min(info.max, torch.finfo(scale.dtype).max)).to(dtype)
     if dtype not in _FLOAT_SCALES:
         stored = stored.to(torch.float32)
     smallest = info.smallest_normal * info.eps  # the least subnormal
