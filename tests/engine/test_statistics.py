@@ -40,10 +40,13 @@ pytestmark = pytest.mark.filterwarnings(  # parts are small here
 )
 
 
+PLAIN = "memoryless_minmax"  # which gathers nothing from data, unlike the default
+
+
 def static(observer: str, bits: int = 8, **scheme: Any) -> QuantizationModifier:
     group = {
         "targets": ["Linear"],
-        "weights": {"num_bits": 8, "strategy": "channel"},
+        "weights": {"num_bits": 8, "strategy": "channel", "observer": PLAIN},
         "input_activations": {"num_bits": bits, "strategy": "tensor", "observer": observer},
     }
     groups = {"group_0": {**group, **scheme}}
@@ -255,7 +258,8 @@ def test_a_loaded_module(pipeline: str, source: Path, saved: Path, tmp_path: Pat
 
 def test_weights_may_be_quantized_otherwise(source: Path, saved: Path, tmp_path: Path) -> None:
     """What data has shown does not depend on how weights are stored."""
-    recipe = static("minmax", weights={"num_bits": 4, "strategy": "group", "group_size": 32})
+    weights = {"num_bits": 4, "strategy": "group", "group_size": 32, "observer": PLAIN}
+    recipe = static("minmax", weights=weights)
     oneshot(source, recipe, samples(), tmp_path / "a", shuffle_calibration_samples=False)
     oneshot(source, recipe, statistics=saved, output_dir=tmp_path / "b")
     assert contents(tmp_path / "b") == contents(tmp_path / "a")
