@@ -55,5 +55,5 @@ def test_groups_without_a_size_are_refused() -> None:
 
 
 def test_activations_have_no_stored_block() -> None:
-    with pytest.raises(StrategyError, match="has no stored weight"):
+    with pytest.raises(StrategyError, match="'token' does not apply to weights"):
         block_of(QuantizationArgs(strategy="token", dynamic=True), 2, 2)

@@ -14,9 +14,9 @@ __all__ = ["info"]
 
 
 def info() -> dict[str, object]:
-    """Return which backend runs the kernels, and what the compiled extension knows of this machine.
+    """Return which backend runs the kernels, how it was compiled, and what the CPU supports.
 
-    `backend` is what CPU tensors of fp32, fp16 and bf16 get; everything else gets the reference.
+    `backend` runs fp32, fp16 and bf16 tensors on the CPU; the reference runs everything else.
     Where the extension cannot be imported, `extension_error` says why.
 
     >>> info()  # doctest: +SKIP

@@ -1,8 +1,8 @@
-"""Which implementation runs: the plain-torch reference, or the compiled kernels.
+"""Chooses the implementation: the plain-torch reference, or the compiled kernels.
 
-`auto`, the default, takes the compiled kernels for what they can read (fp32, fp16 and bf16 on a
-CPU) and the reference for the rest. Either can be forced by argument, or by the environment
-variable STEELYARD_BACKEND; STEELYARD_ISA forces one instruction set of the compiled kernels.
+`auto`, the default, runs the compiled kernels on fp32, fp16 and bf16 tensors of the CPU and the
+reference on all others. An argument or the environment variable STEELYARD_BACKEND forces either;
+STEELYARD_ISA forces one instruction set of the compiled kernels.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def instruction_set() -> str:
 
 
 def use_compiled(values: torch.Tensor, backend: str | None = None) -> bool:
-    """Whether the compiled kernels are to work on `values`."""
+    """Whether to run the compiled kernels on `values`."""
     asked = resolve(backend)
     if asked == "reference":
         return False
@@ -65,7 +65,7 @@ def use_compiled(values: torch.Tensor, backend: str | None = None) -> bool:
         if asked == "auto":
             _notice_missing(reason)
     if asked == "compiled" and reason is not None:
-        raise ValueError(f"the compiled kernels cannot work here: {reason}")
+        raise ValueError(f"cannot run the compiled kernels: {reason}")
     return reason is None
 
 
@@ -83,7 +83,7 @@ def _unreadable(values: torch.Tensor) -> str | None:
 def _notice_missing(reason: str) -> None:
     warnings.warn(
         f"steelyard runs on its plain-torch reference, which is slow: {reason}. "
-        "Reinstall the package with a C++17 compiler at hand, or set "
+        "Install a C++17 compiler and reinstall the package, or set "
         "STEELYARD_BACKEND=reference to silence this.",
         RuntimeWarning,
         stacklevel=4,

@@ -39,8 +39,8 @@ SCALE_TYPES = {
     torch.float8_e4m3fn: 3,
     torch.uint8: 4,
 }
-_WHOLE_SCALES = (torch.float32, torch.float16, torch.bfloat16)  # the others are codes of a byte
-_PARALLEL_FROM = 1 << 16  # elements; below that, starting threads costs more than it gives
+_WHOLE_SCALES = (torch.float32, torch.float16, torch.bfloat16)  # the others are one-byte codes
+_PARALLEL_FROM = 1 << 16  # elements; below that, starting threads costs more than it saves
 
 
 def format_of(
@@ -67,7 +67,7 @@ def format_of(
 
 
 def supports(args: QuantizationArgs, scale_dtype: torch.dtype) -> bool:
-    """Whether the searches know this type; those that they do not are left to the reference."""
+    """Whether the compiled searches support this type; the reference runs the others."""
     return scale_dtype in SCALE_TYPES and (args.type == "int" or args.symmetric)
 
 
@@ -222,7 +222,7 @@ def _qparam_shape(observed: torch.Tensor, group_dims: int) -> tuple[int, ...]:
 def _five(tensor: torch.Tensor, group_dims: int, like: torch.Tensor | None = None) -> torch.Tensor:
     """View (num_observations, *qparam_shape, *group) as (n, q1, q2, rows, columns).
 
-    like: a tensor that `tensor` broadcasts to; its shape decides which dimensions are kept apart
+    like: a tensor that `tensor` broadcasts to; its shape decides which dimensions stay separate
     """
     view = tensor.detach()
     shape = list((tensor if like is None else like).shape)
@@ -232,7 +232,7 @@ def _five(tensor: torch.Tensor, group_dims: int, like: torch.Tensor | None = Non
     inner = range(1, len(shape) - 2)
     single = [d for d in inner if shape[d] == 1]
     view = view.squeeze(tuple(single))
-    while view.ndim > 5:  # more than two dimensions of parameters: join the outer ones
+    while view.ndim > 5:  # more than two dimensions of parameters: flatten the outer ones
         view = view.flatten(1, 2)
     while view.ndim < 5:
         view = view.unsqueeze(1)

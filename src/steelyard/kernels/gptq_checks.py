@@ -1,4 +1,4 @@
-"""What GPTQ refuses: shapes that do not fit, values that are not finite, orders with gaps."""
+"""Argument checks of GPTQ: matching shapes, finite values, complete column orders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Cholesky factor of a Hessian, with as much dampening as it takes."""
+"""The Cholesky factor of a Hessian, with dampening raised until it exists."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def factorise(
     damped = hessian.index_select(0, reverse).index_select(1, reverse).div_(mean)
     diagonal = damped.diagonal()
     undamped = diagonal.clone()
-    dead = (undamped == 0).float()  # nothing else is in such a row, so that any pivot will do
+    dead = (undamped == 0).float()  # such a row is all zero, so any pivot works
     frac = dampening_frac
     for attempt in range(_ATTEMPTS):
         frac = dampening_frac if attempt == 0 else max(10 * frac, _LEAST_RAISED)

@@ -1,4 +1,4 @@
-"""The values that each weight of a matrix may take, given the scales of its groups."""
+"""The values that each weight of a matrix can be stored as, given the scales of its groups."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class Grid:
         exact: bool,
         backend: str | None,
     ) -> Grid:
-        """Spread parameters as `Observer.get_qparams` returns them over the rows of a weight."""
+        """Expand the parameters of `Observer.get_qparams` to (groups, rows)."""
         rows, columns = weight.shape
         height, width = block_of(args, rows, columns)
         if has_groups(args):
-            group_count(args, weight.shape)  # raises unless they divide
+            group_count(args, weight.shape)  # raises if groups do not divide the columns
         shape = blocks_in(rows, height), blocks_in(columns, width)
 
         def spread(t: torch.Tensor) -> torch.Tensor:
@@ -75,7 +75,7 @@ class Grid:
         )
 
     def reordered(self, order: torch.Tensor) -> Grid:
-        """Return the grid of a weight whose columns are put in another order."""
+        """Return the grid of a weight with its columns in another order."""
         return replace(self, group=self.group[order])
 
     def columns(self, part: slice) -> Grid:
@@ -90,7 +90,7 @@ class Grid:
     def with_rows(
         self, scale: torch.Tensor, other: torch.Tensor, rows: torch.Tensor
     ) -> torch.Tensor:
-        """Return `scale`, as `of` takes it, with some rows of another (rows, groups)."""
+        """Return `scale`, shaped as for `of`, with some rows taken from `other`, (rows, groups)."""
         if not self.movable:
             return scale
         chosen = other.to(scale.dtype).reshape(scale.shape)
@@ -98,19 +98,19 @@ class Grid:
 
     @property
     def tight(self) -> bool:
-        """Whether codes are so close that a decoded value may be packed to the code beside it.
+        """Whether codes are so close that a decoded value may pack to a neighbouring code.
 
-        bf16 holds 8 bits of a number. A decoded value is rounded once, and the quotient that its
-        code is found from once more; with integers of 7 or 8 bits that is half a code or more.
+        bf16 has 8 significant bits. Decoding rounds once and the division that recovers the code
+        rounds again; with 7- or 8-bit integers that adds up to half a code or more.
         """
         low, high = quantized_range(self.args)
         return self.args.type == "int" and (high - low) * torch.finfo(self.dtype).eps >= 0.5
 
     def nearest(self, x: torch.Tensor, column: int) -> torch.Tensor:
-        """Return the stored values nearest to x, (rows,), fp32; all of them in one column.
+        """Return the stored values nearest to x, (rows,), fp32, in one column.
 
-        Where codes are tight, a value that would not be packed to its own code gives way to the
-        next one, on the side of x, or else on the other.
+        Where codes are tight, a value that would pack to another code is replaced by a neighbour
+        that packs to its own, on the side of x if possible.
         """
         group = int(self.group[column])
         scale = self.scale[group]
@@ -150,22 +150,23 @@ class Grid:
         return self.held(decoded * self._wide(self.scale))
 
     def round_to_nearest(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return `stored(weight)`, but keep weights that would be packed to another code."""
+        """Return `stored(weight)`, but keep weights whose decoded value packs to another code."""
         decoded = self.stored(weight)
         if not self._always_held():
             decoded = torch.where(self.stored(decoded) == decoded, decoded, weight)
-        return decoded + 0.0  # no zero is negative
+        return decoded + 0.0  # turns -0.0 into 0.0
 
     def keeps(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return which rows of a decoded weight, (out, in), are stored as just these values."""
+        """Return which rows of a decoded weight, (out, in), packing stores unchanged."""
         if self._always_held():
             return torch.ones(len(weight), dtype=torch.bool, device=weight.device)
         return (self.stored(weight) == weight).all(1)
 
     def _always_held(self) -> bool:
-        """Whether every decoded value is sure to be packed to the code that it came from.
+        """Whether every decoded value is sure to pack to the code that it came from.
 
-        It is where all are normal numbers of the weight's type, none too large, and not tight.
+        True where all are normal numbers of the weight's type, none overflows, and codes are not
+        tight.
         """
         low, high = quantized_range(self.args)
         least = 1.0
@@ -181,6 +182,6 @@ class Grid:
         return t.t().index_select(1, self.group)
 
     def held(self, x: torch.Tensor) -> torch.Tensor:
-        """Round to the weight's type; larger values become its largest."""
+        """Round to the weight's type, saturating at its largest value."""
         limit = min(torch.finfo(self.dtype).max, torch.finfo(x.dtype).max)
         return x.clamp(-limit, limit).to(self.dtype)

@@ -1,12 +1,12 @@
-"""Which rows GPTQ has rounded better than rounding to nearest would have, and by how much.
+"""Which rows GPTQ rounds better than rounding to nearest would, and by how much.
 
-The error of a row is e H e^T, which takes as many multiplications as all of the rounding; so it is
-looked at no closer than the answer needs. H = L L^T, apart from what dampening has added to its
-diagonal, and the error is the squared length of e L:
+The error of a row is e H e^T, which takes as many multiplications as all of the rounding, so it is
+computed only as far as the decision needs. H = L L^T, apart from the dampening on its diagonal, and
+the error is the squared length of e L:
 
 1. A few entries of e L are a lower bound. Those that are rounded last hold most of the length, and
-   where they alone are longer than GPTQ's whole error, nothing more is asked.
-2. For the other rows, and for a sample that the report is made from, all of e L is computed.
+   where they alone are longer than GPTQ's whole error, the row is decided.
+2. For the other rows, and for the sample that the report uses, all of e L is computed.
 3. Rows that fp32 cannot tell apart are judged in fp64, with H as it was given.
 """
 
@@ -32,13 +32,13 @@ def judge(
     back: torch.Tensor,
     refused: torch.Tensor,
 ) -> tuple[torch.Tensor, float, float]:
-    """Return which rows gain, the loss if the others are rounded to nearest, and if all are.
+    """Return the rows that gain, the loss with the others rounded to nearest, and that with all.
 
     errors:         (columns, rows), in the order of `lower`; likewise nearest_errors
     losses:         (rows,), fp64, e H e^T over `mean`
-    nearest_shift:  (rows,), fp64, what dampening adds to the same of rounding to nearest
-    back:           (columns,), the place in that order of each column of `hessian`
-    refused:        (rows,), rows that have to be rounded to nearest
+    nearest_shift:  (rows,), fp64, what dampening adds to the loss of rounding to nearest
+    back:           (columns,), the position in that order of each column of `hessian`
+    refused:        (rows,), rows that must be rounded to nearest
     """
     rows = len(losses)
     bound = (lower[:, :_HEAD].t() @ nearest_errors).square().sum(0, dtype=torch.float64)

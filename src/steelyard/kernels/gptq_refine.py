@@ -1,7 +1,7 @@
 """After GPTQ: scales for its codes, then codes for those scales, in turn.
 
-With e = w - q the error of a row is e H e^T. Two steps lower it, each to the exact minimum of what
-it may change, and each is taken only if the error falls, as stored:
+With e = w - q the error of a row is e H e^T. Two steps lower it, each to the exact minimum over the
+values it changes, and each is kept only if the error of the stored row falls:
 
 - The scale of a group. With u the group's codes (less the zero point), moving the scale by t adds
   t^2 u H u^T - 2 t (H e) u^T to the error, so t = (H e) u^T / u H u^T is best. That is a parabola:
@@ -11,9 +11,9 @@ it may change, and each is taken only if the error falls, as stored:
 - The code of a column. The error is a parabola in q_j too, with its minimum at
   q_j + (H e)_j / H_jj, and the code nearest to that is the best.
 
-GPTQ settles the first columns before it knows the errors of the last, and its scales before any
+GPTQ fixes the first columns before it knows the errors of the last, and its scales before any
 code. A round goes once over all groups, each with its scale and then its columns; the product H e
-is computed anew for each block of columns.
+is computed again for each block of columns.
 
 Matrices are (columns, rows) in here, as in gptq_rounding.py, in the order of the weight.
 """
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["ScaleSteps", "refine", "refine_block"]
 
 _BLOCK = 128  # columns between two large products, about
-_TRIES = 2  # sweeps over a group that was given another scale, before it is judged
+_TRIES = 2  # sweeps over the codes of a group with a new scale, before it is compared
 _WIDEST = 256  # columns of a group whose scale is fitted within a block
 
 
@@ -54,7 +54,7 @@ class ScaleSteps:
         return cls(scale_dtype_of(args, scale.dtype), global_scale)
 
     def nearest(self, scale: torch.Tensor) -> torch.Tensor:
-        """Return what the server reads for the stored scale nearest to a wanted one, both fp32."""
+        """Return the stored scale nearest to a wanted one, as the server reads it; both fp32."""
         return self._read(self.stored(scale))
 
     def _read(self, stored: torch.Tensor) -> torch.Tensor:
@@ -94,11 +94,11 @@ def refine(
 ) -> tuple[torch.Tensor, Grid]:
     """Return stored values with a smaller error, and the grid that has their scales.
 
-    target:  (columns, rows), fp32, what the values stand for
+    target:  (columns, rows), fp32, the weight to approximate
     hessian: (columns, columns), fp32
-    grid:    of the columns as they lie in the weight
+    grid:    with the columns in the order of the weight
     values:  (columns, rows), fp32, each on the grid; changed in place
-    fast:    whether the compiled kernel works on the blocks
+    fast:    whether the compiled kernel refines the blocks
     """
     grid = replace(grid, scale=grid.scale.clone())
     errors = target - values
@@ -117,7 +117,7 @@ def refine(
             sums = hessian[block] @ errors
             within = hessian[block, block].contiguous()
             run(within, sums, grid.columns(block), steps, values[block], errors[block], inside)
-        torch.sub(target, values, out=errors)  # without what many small steps have lost
+        torch.sub(target, values, out=errors)  # without the rounding errors of many small steps
     return values, grid
 
 
@@ -178,7 +178,7 @@ def _replaced(
     scale: torch.Tensor,
     values: torch.Tensor,
 ) -> torch.Tensor:
-    """Give a group another scale, and codes for it, in rows that gain; return its values."""
+    """Give a group another scale, with new codes, in the rows that gain; return its values."""
     trial = replace(grid, scale=grid.scale.index_copy(0, torch.tensor([group]), scale[None]))
     sums, became = sums[part].clone(), values[part].clone()
     gain = torch.zeros_like(scale)

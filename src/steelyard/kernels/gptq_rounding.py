@@ -13,8 +13,8 @@ the usual one, which takes every error off the columns that are still to come by
 Cholesky factor of H's inverse; but nothing is inverted here, and one factorisation does where that
 takes three.
 
-Matrices are (columns, rows) in here, so that a column of the weight lies in one piece, and the
-columns are in reverse: what the caller wants rounded first comes last.
+Matrices are (columns, rows) in here, so that a column of the weight is contiguous, and the columns
+are in reverse: the column to be rounded first comes last.
 """
 
 from __future__ import annotations
@@ -44,30 +44,30 @@ class GPTQResult:
     """A rounded weight, and how it was rounded."""
 
     weight: torch.Tensor
-    """(out, in), decoded values in the weight's own type; packing them stores just these values.
-    In rows that are rounded to nearest, a weight stays as it was where its decoded value would be
-    packed to another code: fp16 beyond 65504, or bf16 with integers of 7 and 8 bits. Pass the
-    weight in fp32 to have every code."""
+    """(out, in), decoded values in the weight's own type; packing them stores exactly these values.
+    In rows that are rounded to nearest, a weight is kept unrounded where its decoded value would
+    pack to another code: fp16 beyond 65504, or bf16 with integers of 7 and 8 bits. Pass the weight
+    in fp32 to have every code."""
     scale: torch.Tensor
-    """The scale of the weight, as it was given or as refining has moved it."""
+    """The scale of the weight, as given or as moved by refining."""
     loss: float
     """tr((W - Q) H (W - Q)^T), with H as it was given and W the target."""
     nearest_loss: float
-    """The same of rounding to nearest with the same scales; `loss` is never larger. Estimated from
+    """The loss of rounding to nearest with the same scales; `loss` is never larger. Estimated from
     a sample of at least 256 rows, where there are 512 or more."""
     dampening_frac: float
     """Amount added to H's diagonal, as a fraction of the mean of its live columns."""
     dead_columns: int
-    """Columns that no input has reached. They are rounded to nearest and not set to zero: such
-    inputs may still come when the model is served."""
+    """Number of columns whose inputs were all zero. They are rounded to nearest and not set to
+    zero: a served model may still get such inputs."""
     nearest_rows: int
-    """Rows that are better off rounded to nearest, and were."""
+    """Number of rows rounded to nearest."""
     fallback: str | None = None
-    """Why all rows were rounded to nearest without trying anything else, if they were."""
+    """Why GPTQ was skipped and all rows were rounded to nearest; None if it ran."""
 
 
 def activation_order(hessian: torch.Tensor) -> torch.Tensor:
-    """Return the columns, those with the largest inputs first; (columns,), int64."""
+    """Return the columns by falling size of their inputs; (columns,), int64."""
     return torch.argsort(hessian.diagonal(), descending=True, stable=True)
 
 
@@ -91,16 +91,16 @@ def solve(
     """Round a weight so that its outputs change least, with scales that are given.
 
     weight:         (out, in), fp32, fp16 or bf16
-    hessian:        (in, in), fp32, the sum of x^T x; a factor on it scales the losses, no more
+    hessian:        (in, in), fp32, the sum of x^T x; a constant factor scales only the losses
     scale:          as `Observer.get_qparams` returns it; likewise zero_point and global_scale
-    block_size:     columns between two large matrix products; a matter of speed
+    block_size:     columns between two large matrix products; affects speed only
     dampening_frac: added to H's diagonal, as a fraction of its mean; raised where H needs more
     order:          (in,), the columns in the order in which they are rounded; each keeps the scale
                     of its own group
-    g_idx:          (in,), the group of each column, where a group's columns are not side by side
+    g_idx:          (in,), the group of each column, where a group's columns are not contiguous
     exact:          how rounding to nearest divides, as for `quantize_and_pack`
-    target:         (out, in), fp32, what the rounded weight stands for; the weight itself if None
-    rounds:         of refining scales and codes afterwards (gptq_refine.py)
+    target:         (out, in), fp32, the weight to approximate; `weight` itself if None
+    rounds:         number of rounds that refine scales and codes afterwards (gptq_refine.py)
     """
     check_problem(weight, hessian, block_size, dampening_frac, order, g_idx, target)
     weight, hessian = weight.detach(), hessian.detach()
@@ -140,7 +140,7 @@ def solve(
     reverse = torch.arange(len(hessian), device=weight.device) if order is None else order
     reverse = reverse.flip(0)
     back = reverse.argsort()
-    # in units of the mean, so that neither huge nor tiny inputs leave the range of fp32
+    # divided by the mean, so that neither huge nor tiny inputs leave the range of fp32
     mean = float(hessian.diagonal().double().sum()) / (len(hessian) - dead)
     lower, added, frac = factorise(hessian, reverse, mean, dampening_frac)
     result = replace(result, dampening_frac=frac)
@@ -172,14 +172,14 @@ def solve(
         again, moved = refine(original[back], damped, grid, values[back], steps, rounds, fast)
         off = original[back] - again
         lengths = ((damped @ off) * off).sum(0, dtype=torch.float64)
-        gains = lengths - _damping(off, added[back]) < losses  # of H as it was given
+        gains = lengths - _damping(off, added[back]) < losses  # with the undamped H
         values = torch.where(gains, again[reverse], values)
         errors = original - values
         losses = torch.where(gains, lengths - _damping(off, added[back]), losses)
         refined = grid.with_rows(scale, steps.stored(moved.scale).t(), gains)
         found = Grid.of(weight, refined, zero_point, args, global_scale, exact, backend)
     rounded = values.to(weight.dtype).index_select(0, back).t().contiguous()
-    rounded += 0.0  # no zero is negative
+    rounded += 0.0  # turns -0.0 into 0.0
     better, loss, nearest_loss = judge(
         errors,
         losses,
@@ -239,7 +239,7 @@ def round_block(
     errors: torch.Tensor,
     losses: torch.Tensor,
 ) -> None:
-    """Fill a block of `values` and `errors`; `sums` holds s_j, as far as earlier blocks go."""
+    """Fill a block of `values` and `errors`; `sums` holds the terms of s_j from earlier blocks."""
     for j in reversed(range(len(weight))):
         s = sums[j] + lower[j + 1 :, j] @ errors[j + 1 :]
         values[j] = grid.nearest(weight[j] + s / lower[j, j], j)
@@ -261,7 +261,7 @@ def _nearest_errors(
 
 
 def _damping(errors: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
-    """Return what was added to H's diagonal adds to the losses, (rows,), fp64."""
+    """Return the losses that dampening adds, (rows,), fp64."""
     return (added.double().unsqueeze(1) * errors.double().square()).sum(0)
 
 

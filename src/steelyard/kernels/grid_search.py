@@ -1,4 +1,4 @@
-"""The shrink-grid search: which fraction of the observed range quantizes with the least error.
+"""The shrink-grid search: the fraction of the observed range that quantizes with the least error.
 
 For a group with range [min, max] the candidates are p * [min, max] with p = 1, 1 - 1/grid, ...,
 1 - maxshrink. Each is turned into the scale and zero point that would be stored, and judged by
@@ -66,7 +66,7 @@ def search_range(
     group_dims:     2 where a group has rows and columns, (..., rows, columns)
     importance:     broadcasts to observed, not negative
     observed_range: `range_of(observed)`, where the caller has it
-    in_place:       the result may take the memory of `observed_range`
+    in_place:       the result may reuse the memory of `observed_range`
     patience:       stop after this many steps in which no group of the tensor improved; 0: never
     returns:        min_vals, max_vals (*qparam_shape)
     """

@@ -27,7 +27,7 @@ def empty_slab(columns: int, start: int, device: torch.device | str = "cpu") -> 
 
 
 def accumulate(slab: torch.Tensor, x: torch.Tensor) -> None:
-    """Add to a slab its part of x^T x.
+    """Add a slab's rows of x^T x to it.
 
     slab: (rows, columns - its first row), fp32
     x:    (tokens, columns), fp32

@@ -98,7 +98,7 @@ def optimal_qparams(
             group_dims,
         )
     scale = scale.reshape(typed_scale.shape).to(typed_scale.dtype)
-    # a group that holds or weighs nothing has no best scale: it keeps the one of its range
+    # a group of zeros, or of zero weight, has no best scale: it keeps the one of its range
     empty = scale == 0
     scale = torch.where(empty, typed_scale, scale)
     if zero_point is None:
@@ -193,7 +193,7 @@ class _Search:
     def _try(
         self, code: torch.Tensor, groups: torch.Tensor, low: torch.Tensor, sign: int
     ) -> torch.Tensor:
-        """Try one code per group; return the groups for which clipping left it a chance."""
+        """Try one code per group; return the groups where clipping does not rule it out."""
         rows = groups.nonzero().squeeze(1)
         stored = sign * self.codes[code[rows]]
         chance = torch.zeros_like(groups)
@@ -256,7 +256,7 @@ class _Search:
     def try_range(self, scale: torch.Tensor, zero_point: torch.Tensor) -> None:
         """Try the parameters of the range, which bf16 need not have."""
         rows = (self.best > 0).nonzero().squeeze(1)
-        rows = rows[torch.isfinite(self.best[rows])]  # the others weigh nothing
+        rows = rows[torch.isfinite(self.best[rows])]  # the others have zero weight
         self._keep(rows, scale.flatten()[rows].double(), zero_point.flatten()[rows].double())
 
     def refine(self, sign: int) -> None:

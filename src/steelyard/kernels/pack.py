@@ -2,7 +2,7 @@
 
 The bytes are those of compressed-tensors' own compressors. These divide in the weight's type: a
 bf16 weight over a bf16 scale is rounded to bf16 before it is rounded to a code, which misplaces
-values that lie near the middle of two codes. `exact=True` divides in fp32 instead, which never
+values near the midpoint of two codes. `exact=True` divides in fp32 instead, which never
 makes a code worse.
 
 =====================  =====================================  ==============================
@@ -113,7 +113,7 @@ def stored_values(
     args: QuantizationArgs,
     global_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return what the stored form of some weights decodes to, fp32.
+    """Return the values that the stored form of some weights decodes to, fp32.
 
     weight: (n, width); each row has one scale and one zero point, (n, 1)
     """
@@ -158,7 +158,7 @@ def _arithmetic(
     global_scale: torch.Tensor | None,
     exact: bool,
 ) -> tuple[torch.Tensor | None, tuple[int, int], bool]:
-    """Return the zero point, what shares one scale, and whether quotients are rounded."""
+    """Return the zero point, the block that shares a scale, and whether quotients are rounded."""
     if weight.ndim != 2:
         raise StrategyError(f"a weight to pack has two dimensions, got {tuple(weight.shape)}")
     if args.type == "float" and args.num_bits == 4:
@@ -173,7 +173,7 @@ def _arithmetic(
 def quotient_dtype(
     weight: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor | None
 ) -> torch.dtype:
-    """Return what torch would divide in, given these tensors."""
+    """Return the dtype in which torch divides these tensors."""
     return torch.result_type(weight, scale) if global_scale is None else torch.float32
 
 
@@ -195,13 +195,13 @@ def _storage(
         return _BYTES, (rows, columns), torch.float8_e4m3fn
     if args.type == "float" and args.num_bits == 4:
         if not divides(2, columns):
-            raise StrategyError(f"fp4 stores two columns to a byte, so not {columns} of them")
+            raise StrategyError(f"fp4 stores two columns to a byte, and {columns} is odd")
         return _NIBBLES, (rows, columns // 2), torch.uint8
     if args.type == "int" and packed:
         return _PACKED32, (rows, math.ceil(columns * args.num_bits / 32)), torch.int32
     if args.type == "int":
         return _BYTES, (rows, columns), torch.int8
-    raise StrategyError(f"there is no packed form of {args.num_bits}-bit floats here")
+    raise StrategyError(f"cannot store {args.num_bits}-bit floats: use 4 or 8 bits")
 
 
 def _quantize(
@@ -240,7 +240,7 @@ def _pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _pack_words(codes: torch.Tensor, num_bits: int) -> torch.Tensor:
-    """Lay values of `num_bits` bits one behind the other, low first, into int32 words."""
+    """Pack values of `num_bits` bits densely, low first, into int32 words."""
     rows, columns = codes.shape
     words = math.ceil(columns * num_bits / 32)
     unsigned = codes + (1 << (num_bits - 1))

@@ -1,8 +1,8 @@
-"""From a range to the scale and zero point that the file will hold.
+"""Computes the stored scale and zero point of a range.
 
 The formula is compressed-tensors' `calculate_qparams`, evaluated in fp32 (fp64 for fp64 tensors).
-What is added here: the scale is rounded to the type it is stored in, stays finite and above zero
-there, and a zero point belongs to that stored scale rather than to the one before rounding.
+In addition, the scale is rounded to the type it is stored in, where it stays finite and above zero,
+and the zero point is computed for that stored scale, not for the one before rounding.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def qparams_from_range(
 
 
 def _store(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Round to what `dtype` holds, finite and above zero; one-byte codes come back as fp32."""
+    """Round to `dtype`, finite and above zero; one-byte codes are returned as fp32."""
     if dtype == torch.uint8:
         return scale.clamp(_E8M0_MIN, _E8M0_MAX).to(torch.float32)
     info = torch.finfo(dtype)

@@ -11,7 +11,7 @@ __all__ = ["compute_dtype", "range_of"]
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which values of `dtype` are worked on: fp32, or fp64 for fp64."""
+    """Return the type to compute in for values of `dtype`: fp32, or fp64 for fp64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

@@ -1,4 +1,4 @@
-"""What the server reconstructs: values rounded to the quantized type and multiplied back.
+"""Values as the server reconstructs them: rounded to the quantized type and multiplied back.
 
 compressed-tensors defines this arithmetic; here it runs in fp32 whatever the tensor's type, on
 scales that broadcast, and without its compiled fp4 path, so that a search can call it often.
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["minifloat", "quantized_range", "reconstruct", "round_to_type"]
 
 _MINIFLOATS = {4: (1, 0), 6: (3, 0), 8: (3, -6)}
-_RANGES: dict[tuple[str, int], tuple[float, float]] = {}  # filled as they are asked for
+_RANGES: dict[tuple[str, int], tuple[float, float]] = {}  # cache
 
 
 def minifloat(num_bits: int) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """Which values share a scale: a tensor, a row, a group of columns or a block; and whether they fit.
 
-Everything that asks whether a group or a block divides a weight asks here.
+The one place that decides whether groups or blocks divide a weight.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def block_of(args: QuantizationArgs, rows: int, columns: int) -> tuple[int, int]
         return height, width
     if has_groups(args):
         return 1, args.group_size
-    raise StrategyError(f"strategy {args.strategy!r} has no stored weight")
+    raise StrategyError(f"strategy {args.strategy!r} does not apply to weights")
 
 
 def divides(size: int, length: int) -> bool:
-    """Whether groups or blocks of `size` cover `length` without a part of one left over.
+    """Whether groups or blocks of `size` cover `length` without a remainder.
 
     >>> divides(128, 384), divides(128, 200)
     (True, False)
@@ -45,12 +45,12 @@ def divides(size: int, length: int) -> bool:
 
 
 def blocks_in(length: int, size: int) -> int:
-    """Return how many blocks cover `length`, the last one perhaps in part."""
+    """Return how many blocks cover `length`, counting a partial last one."""
     return -(-length // size)
 
 
 def group_count(args: QuantizationArgs, shape: Sequence[int]) -> int:
-    """Return how many groups the last dimension of a value has; no format stores part of one.
+    """Return how many groups the last dimension has; no format stores a partial one.
 
     >>> group_count(QuantizationArgs(strategy="group", group_size=128), (48, 384))
     3
@@ -58,7 +58,7 @@ def group_count(args: QuantizationArgs, shape: Sequence[int]) -> int:
     size, columns = args.group_size or 0, shape[-1]
     if not divides(size, columns):
         raise StrategyError(
-            f"a value of shape {tuple(shape)} does not divide into groups of {size}: choose a "
+            f"a tensor of shape {tuple(shape)} does not divide into groups of {size}: choose a "
             f"group size that divides {columns}, or ignore the module"
         )
     return columns // size

@@ -1,4 +1,4 @@
-"""Sum of squares per column: the raw material of importance."""
+"""Sum of squares per column, from which importance is computed."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """Hessians of modules, H = sum of x^T x over their inputs.
 
 Layers that are called with the same tensor (q, k and v; gate and up) share one Hessian. The first
-pass finds out which do, and that must not change afterwards. Each rank gathers its own batches, and
+batch determines which do; a later batch that differs raises. Each rank adds its own batches, and
 `join` adds their partial sums in the fixed order of `kernels.partial_sums`, whatever the number of
 ranks. Several threads add to a matrix, each to its own slabs.
 
-Experts see only the tokens that a router sends them, each with a weight, whose square counts. Those
-of a layer are completed by the statistics of all of them: `kernels.shrinkage`.
+An expert's Hessian covers only the tokens routed to it, each times its squared router weight. It is
+shrunk toward the mean over all experts of the layer: `kernels.shrinkage`.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ __all__ = ["Hessians"]
 
 sendable(Partial)
 
-# number of the partial sum, inputs (tokens, columns), and weights (tokens,)
+# index of the partial sum, inputs (tokens, columns), and weights (tokens,)
 Term = tuple[int, torch.Tensor, torch.Tensor | None]
 
 
 class _Hessian:
-    """One Hessian, and the number of tokens that it was summed over."""
+    """One Hessian, and the number of tokens it sums over."""
 
     def __init__(self, columns: int, device: torch.device, first: int) -> None:
         self.columns = columns
@@ -53,10 +53,10 @@ class _Hessian:
     def add(self, terms: Sequence[Term], pool: ThreadPool) -> None:
         costs = [self.columns - start for start in slab_starts(self.columns)]
         owners = assign(costs, pool.count)
-        parts: list[list[FixedOrderSum]] = [[] for _ in range(pool.count)]
+        assigned: list[list[FixedOrderSum]] = [[] for _ in range(pool.count)]
         for slab, owner in zip(self.slabs, owners, strict=True):
-            parts[owner].append(slab)
-        pool.do((i, functools.partial(self._add, s, terms)) for i, s in enumerate(parts) if s)
+            assigned[owner].append(slab)
+        pool.do((i, functools.partial(self._add, s, terms)) for i, s in enumerate(assigned) if s)
 
     def _add(self, slabs: Sequence[FixedOrderSum], terms: Iterable[Term]) -> None:
         for number, x, weights in terms:
@@ -93,7 +93,7 @@ class _Hessian:
 
 @dataclass(frozen=True)
 class _Prior:
-    """What the layer adds to the Hessian of an expert, and how many tokens it is worth."""
+    """The layer's contribution to an expert's Hessian, and its weight in tokens."""
 
     slabs: list[torch.Tensor]
     tokens: int
@@ -104,8 +104,8 @@ class Hessians:
 
     modules: by name
     offload: keep the Hessians on the CPU, wherever the modules are
-    ranks:   the ranks that gather together
-    pool:    the threads that add
+    ranks:   the ranks of the run
+    pool:    the threads that add to slabs
     """
 
     def __init__(
@@ -119,9 +119,9 @@ class Hessians:
         self.offload = offload
         self.ranks = ranks or Ranks()
         self.pool = pool or ThreadPool()
-        self._noted: dict[_Hessian, list[Term]] = {}
+        self._queued: dict[_Hessian, list[Term]] = {}
         self._hessians: dict[str, _Hessian] = {}
-        self._released: dict[str, int] = {}  # tokens of modules that are solved
+        self._released: dict[str, int] = {}  # token counts of solved modules
         self._latest: _Hessian | None = None
 
     def see(
@@ -131,25 +131,25 @@ class Hessians:
         partial_sum: int = 0,
         weights: torch.Tensor | None = None,
     ) -> None:
-        """Note the common input of modules; `flush` adds it.
+        """Queue the shared input of modules; `flush` adds it.
 
-        partial_sum: number of the one that the batch belongs to; see `kernels.partial_sums`
-        weights:     (tokens,), by which a router multiplies the outputs; None for 1
+        partial_sum: index of the batch's partial sum; see `kernels.partial_sums`
+        weights:     (tokens,), the router's factors on the outputs; None for 1
         """
         for name in names:
             if name in self.modules and (hessian := self._to_add(name, x)) is not None:
                 term = self._term(hessian, x, partial_sum, weights)
-                self._noted.setdefault(hessian, []).append(term)
+                self._queued.setdefault(hessian, []).append(term)
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Add the noted inputs."""
-        for hessian, terms in self._noted.items():
+        """Add the queued inputs."""
+        for hessian, terms in self._queued.items():
             hessian.add(terms, self.pool)
-        self._noted.clear()
+        self._queued.clear()
 
     def close(self) -> None:
-        """Release the last inputs; call it after the last batch."""
+        """Free the last inputs; call it after the last batch."""
         for hessian in self._hessians.values():
             hessian.last = None
         self._latest = None
@@ -164,12 +164,12 @@ class Hessians:
                 first = partial_sums_of(self.ranks.rank, self.ranks.count).start
                 latest = _Hessian(x.shape[-1], device, first)
             hessian = self._hessians[name] = latest
-        if hessian.last is x:  # already added for a layer that parts it
+        if hessian.last is x:  # already added for a layer that shares it
             return None
         if hessian.tokens and self._owner(hessian) != name:
             raise CalibrationError(
-                f"{name} was called with another tensor than {self._owner(hessian)}, with which it "
-                "shared its input before, so their Hessians can no longer be separated"
+                f"{name} got another input than {self._owner(hessian)}, but shared its input in "
+                "earlier batches: the Hessian that they share cannot be split"
             )
         hessian.last = x
         self._latest = hessian
@@ -190,22 +190,22 @@ class Hessians:
         return self._released.get(name, 0) if hessian is None else hessian.tokens
 
     def join(self, owners: Mapping[str, int]) -> None:
-        """Join the Hessians of all ranks; each rank calls this once, after the last batch.
+        """Add the Hessians of all ranks; each rank calls this once, after the last batch.
 
-        owners: the rank that needs a module's Hessian; the others discard it
+        owners: the rank that needs a module's Hessian; the others discard theirs
         """
         if self.ranks.count == 1:
             return
-        known: dict[tuple[str, ...], tuple[int, int]] = {}  # who parts -> columns, tokens
+        known: dict[tuple[str, ...], tuple[int, int]] = {}  # modules that share -> columns, tokens
         for shared in self.ranks.gather(self._described()):
             for names, (columns, tokens) in shared.items():
                 known[names] = (columns, tokens + known.get(names, (0, 0))[1])
         if len({name for names in known for name in names}) != sum(map(len, known)):
             raise CalibrationError(
-                "modules share their inputs in another way on one rank than on another: "
+                "ranks disagree on which modules share an input: "
                 + "; ".join(", ".join(names) for names in known)
             )
-        for names in sorted(known):  # in one order on all ranks
+        for names in sorted(known):  # the same order on all ranks
             columns, tokens = known[names]
             mine = self._hessians.get(names[0])
             partials = [] if mine is None else [slab.partials() for slab in mine.slabs]
@@ -213,13 +213,13 @@ class Hessians:
             whole.tokens = tokens
             for owner in sorted({owners[name] for name in names}):
                 for found in self.ranks.collect([[p.on_cpu() for p in s] for s in partials], owner):
-                    if owner == self.ranks.rank and found:  # else it had no batch
-                        for slab, part in zip(whole.slabs, found, strict=True):
-                            slab.extend(part)
+                    if owner == self.ranks.rank and found:  # empty from a rank without batches
+                        for slab, sums in zip(whole.slabs, found, strict=True):
+                            slab.extend(sums)
             self._hessians.update(dict.fromkeys(names, whole))
 
     def shrink(self, owners: Mapping[str, int]) -> None:
-        """Complete the Hessians of experts by that of their layer, after `join`.
+        """Shrink the Hessians of experts toward the mean of their layer, after `join`.
 
         owners: the rank that has a module's Hessian
         """
@@ -239,7 +239,7 @@ class Hessians:
     def _prior(
         self, names: Sequence[str], owners: Mapping[str, int], inner: bool, factor: float
     ) -> list[torch.Tensor]:
-        """Return the sum of Hessians times a factor; of inner channels its mean diagonal."""
+        """Return the sum of Hessians times a factor; for inner channels, its mean diagonal."""
         total: list[torch.Tensor] = []
         for name in names:
             found = self._hessians[name].totals() if owners.get(name, 0) == self.ranks.rank else []
@@ -272,7 +272,7 @@ class Hessians:
         return self.modules[name].weight
 
     def importance(self, name: str) -> tuple[torch.Tensor, int] | None:
-        """Return the sum of x^2 of each input channel, and of how many tokens; None for none."""
+        """Return the sum of x^2 per input channel, and its number of tokens; None without any."""
         hessian = self._hessians.get(name)
         if hessian is None:
             return None
@@ -280,7 +280,7 @@ class Hessians:
         return (hessian.diagonal(), tokens) if tokens else None
 
     def release(self, name: str) -> None:
-        """Free the Hessian of a module, which is solved; `tokens` still tells of it."""
+        """Free the Hessian of a solved module; `tokens` still returns its count."""
         if (hessian := self._hessians.pop(name, None)) is not None:
             self._released[name] = hessian.tokens
 

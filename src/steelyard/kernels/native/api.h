@@ -1,4 +1,4 @@
-// What the Python binding and the per-instruction-set builds agree on.
+// The interface between the Python binding and the builds for each instruction set.
 //
 // A kernel is written once, in the *.inl files, and compiled once per instruction set inside a
 // namespace of its own. Each build fills one Table; instruction_sets.h picks one at run time.
@@ -97,7 +97,7 @@ struct PackProblem {
 };
 
 // One block of columns, the last of which is rounded first. Matrices are (columns, rows): a column of
-// the weight lies in one piece.
+// the weight is contiguous.
 struct GptqProblem {
     int64_t rows, columns;
     Type type;  // of the weight; values are rounded to it
@@ -106,7 +106,7 @@ struct GptqProblem {
     const float* lower;  // (columns, columns), the factor's diagonal block, transposed; null rounds
                          // to nearest, in which case there are no sums and no values either
     bool round_quotient;  // as in PackProblem
-    bool tight;           // values must be packed to their own codes, which takes a look
+    bool tight;           // check that each value packs to its own code
     const float* sums;    // of the errors of earlier blocks, each times its entry of the factor
     const float* added;  // (columns,), what was added to the Hessian's diagonal
     const float* scale;  // (groups, rows), divided by the global scale

@@ -1,6 +1,6 @@
-// Tensors as Python hands them over, and what the kernels require of them.
+// Checks the tensors that Python passes, and turns them into views.
 //
-// Tensors come through DLPack and are read where they lie. What does not fit is an
+// Tensors come through DLPack and are read without a copy. A mismatch throws
 // std::invalid_argument, which Python sees as a ValueError.
 #pragma once
 

@@ -1,4 +1,4 @@
-// Reading a group, whatever its type and strides, into floats that lie side by side.
+// Reads a group, whatever its type and strides, into contiguous floats.
 
 static inline float from_bits(uint32_t bits) {
     float value;
@@ -68,12 +68,12 @@ static View weight_view(const View& values, const float* weights, const int64_t*
     return view;
 }
 
-// One group's values (and weights) as the searches want them: padded with zeros to whole vectors,
-// and brought near 1 by a power of two where their own magnitude would overflow or vanish.
+// One group's values (and weights) as the searches need them: padded with zeros to whole vectors,
+// and scaled near 1 by a power of two where their magnitude would overflow or underflow.
 struct Group {
     std::vector<float> x, w;
     int64_t padded = 0;
-    double unit = 1.0;  // what was multiplied in
+    double unit = 1.0;  // the factor multiplied in
 
     void fill(const View& values, const View* weights, int64_t g, int64_t begin, int64_t end,
               float absmax) {

@@ -1,9 +1,9 @@
-// One block of columns of the GPTQ elimination: the same arithmetic as round_block in gptq.py.
+// One block of columns of the GPTQ elimination: the same arithmetic as round_block in gptq_rounding.py.
 //
-// Rows do not know of each other, so a vector holds the same column of LANES rows: rounding, error
+// Rows are independent, so a vector holds the same column of LANES rows: rounding, error
 // and update are then plain vector arithmetic, and only the factor's entries are scalars.
 
-// Rounds to the type that the weight has, keeping what it cannot hold at its largest value.
+// Rounds to the weight's type, saturating at its largest value.
 template <Type TYPE>
 static inline vf held(vf a) {
     if constexpr (TYPE == Type::bf16) {
@@ -61,7 +61,7 @@ struct Stored {
     vf decode(vf q) const { return held<TYPE>(rounded((q - zero) * scale)); }
     vi kept(vf q) const { return round(place(decode(q), rounds)) == q; }
 
-    // The code itself if its value is packed to it, or else one beside it of which that is true.
+    // The code if its value packs to it, else a neighbour whose value packs to its own.
     vf kept_near(vf q, vf y) const {
         const vf step = y > q ? splat(1.0f) : splat(-1.0f);
         const vf beside = clamp(q + step), opposite = clamp(q - step);
@@ -95,7 +95,7 @@ static void gptq_tile(const GptqProblem& p, const Rounding& r, int64_t row, floa
     const bool nearest = p.lower == nullptr;
     Strip lengths{}, shift{};  // the squares of e L, and how much of them is dampening
     for (int64_t j = p.columns - 1; j >= 0; --j) {
-        if (j >= GPTQ_AHEAD) {  // columns lie too far apart for the processor to guess
+        if (j >= GPTQ_AHEAD) {  // columns lie too far apart for the hardware prefetcher
             const int64_t ahead = (j - GPTQ_AHEAD) * p.rows + row;
             for (int64_t k = 0; k < n; k += 16) {
                 __builtin_prefetch(p.weight + ahead + k);

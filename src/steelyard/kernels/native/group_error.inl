@@ -101,7 +101,7 @@ struct Errors {
           weights(weight_view(problem.values, problem.weights, problem.weight_stride)),
           threads(threads_) {}
 
-    static constexpr int64_t LOOK_EVERY = 64;  // most codes cannot win: find out soon
+    static constexpr int64_t LOOK_EVERY = 64;  // most codes cannot win: stop early
 
     bool tiled() const { return p.values.group_size() > WHOLE_GROUP; }
 
@@ -121,7 +121,7 @@ struct Errors {
                    : 1.0;
     }
 
-    // Adds body(group, part) over all parts of the group; a part is three doubles.
+    // Adds up body(tile, sums) over all tiles of the group; sums is three doubles.
     template <class Body>
     void each(double* total, const Body& body) {
         if (!tiled()) return body(whole, total);

@@ -1,6 +1,6 @@
 // The exact search: the stored scale (and zero point) with the least squared error, among all.
 //
-// Not every code has to be tried, and what is left out is left out for a reason that holds always.
+// Codes that provably cannot win are not tried.
 // Let E(s) be the error of scale s, and let s_u be so large that nothing is clipped at s_u.
 //   Above: the grid of 2s lies within the grid of s as far as the values reach, if nothing is
 //     clipped at s. So E(2s) >= E(s), and codes from 2 * s_u on cannot win, provided that half of
@@ -126,7 +126,7 @@ class OptimalSearch {
         if (codes.type == ScaleType::f32) refine(1);
     }
 
-    // Tries every zero point that clipping does not exclude; tells whether there was one.
+    // Tries every zero point that clipping does not exclude; returns whether there was one.
     bool zero_points(float stored, float low) {
         const double scale = effective(stored);
         const float middle = zero_point_for(low, float(scale), f);

@@ -74,7 +74,7 @@ static void pack_nibbles(const uint8_t* codes, int64_t bytes, uint8_t* out) {
     }
 }
 
-// Values of `bits` bits, one behind the other, low first, across byte borders.
+// Packs values of `bits` bits densely, low first, across byte boundaries.
 static int64_t pack_bits(const uint8_t* codes, int64_t n, int bits, uint8_t* out) {
     uint32_t pending = 0;
     int held = 0;

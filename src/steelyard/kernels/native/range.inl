@@ -46,7 +46,7 @@ static float to_float(Int value, Type type) {
     return widen(half_t{uint16_t(bits)});
 }
 
-// Rows that lie one behind the other are one row.
+// Merges contiguous rows into one.
 static View merged(View v) {
     auto join = [&v](int outer, int inner) {
         if (v.size[outer] == 1) return;
@@ -66,7 +66,7 @@ static View merged(View v) {
     return v;
 }
 
-// Vectors of integers as wide as the values, and what stands at even and at odd places of two.
+// Vectors of integers as wide as the values; `pick` takes the even or odd elements of two.
 template <class Int>
 struct Wide {
     static constexpr int SIZE = VECTOR_BYTES / sizeof(Int);
@@ -78,7 +78,7 @@ struct Wide {
     }
     template <int FIRST, int... I>
     static type pick(type a, type b, std::integer_sequence<int, I...>) {
-#if defined(__clang__)  // each compiler has what the other lacks, gcc before its version 12
+#if defined(__clang__)  // clang has no __builtin_shuffle, gcc before 12 no __builtin_shufflevector
         return __builtin_shufflevector(a, b, (2 * I + FIRST)...);
 #else
         return __builtin_shuffle(a, b, type{Int(2 * I + FIRST)...});
@@ -92,9 +92,9 @@ struct Wide {
     static type max(type a, type b) { return a > b ? a : b; }
 };
 
-// Groups whose rows lie one behind the other and are whole vectors, or a part of one. Neighbours are
-// compared in many groups at once until one value is left of each, so that no vector is reduced on
-// its own; and a matrix cut into blocks is read row by row.
+// Groups whose rows are contiguous and fill whole vectors, or a fraction of one. Neighbours are
+// compared in many groups at once until each has one value left, so that no vector is reduced on
+// its own; a matrix in blocks is read row by row.
 template <class Int>
 class Neighbours {
     using W = Wide<Int>;

@@ -1,7 +1,7 @@
 // Scales and codes of a block of columns after GPTQ: the arithmetic of refine_block in gptq_refine.py.
 //
 // As in gptq.inl, a vector holds the same column of LANES rows. A row that does not gain takes a step
-// of zero, and a vector of zeros is not added anywhere: most codes are settled after the first round.
+// of zero, and a vector of zeros is not added: most codes stop changing after the first round.
 
 constexpr int REFINE_TRIES = 2;
 
@@ -14,7 +14,7 @@ static inline bool any(vf a) {
 
 static inline vf power_below(vf a) { return (vf)((vi)a & 0x7f800000); }
 
-// The nearest scale that can be stored, for a positive wish.
+// The storable scale nearest to a positive one.
 static inline vf nearest_stored(vf wish, ScaleType type) {
     if (type == ScaleType::bf16) {
         const vi bits = (vi)wish;
@@ -75,7 +75,7 @@ struct RefineTile {
         for (int64_t k = 0; k < p.columns; ++k) put(sums, k, v, at(sums, k, v) - moved * h[k]);
     }
 
-    // To what the values `became`, in rows that are better.
+    // Replaces the values by `became` in rows that gain.
     void move(int64_t first, int64_t last, int v, vi better) {
         for (int64_t j = first; j < last; ++j) {
             const vf from = at(values, j, v), to = better ? at(became, j, v) : from;
@@ -129,7 +129,7 @@ struct RefineTile {
         const Stored<TYPE> then = codes(other, zero);
         for (int64_t j = first; j < last; ++j) {
             put(became, j, v, at(values, j, v));
-            put(product, j, v, at(sums, j, v));  // as they would become
+            put(product, j, v, at(sums, j, v));  // H e with the candidate's values
         }
         vf gain = {};
         for (int64_t i = first; i < first + REFINE_TRIES * (last - first); ++i) {

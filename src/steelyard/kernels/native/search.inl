@@ -1,4 +1,4 @@
-// The shrink-grid search; kernels/search.py says what is computed.
+// The shrink-grid search; kernels/grid_search.py states the formula.
 //
 // Errors are summed in units of the candidate's scale: with y = x / scale, the error of a value is
 // |y - round(y)|, and only the sum is multiplied by scale^norm. Values stay small, so neither the
@@ -6,7 +6,7 @@
 
 static constexpr double NO_LIMIT = 1e300;  // more than any error; the build assumes finite numbers
 static constexpr int64_t WHOLE_GROUP = 16384;  // larger groups are read in tiles of this size
-static constexpr int64_t CHECK_EVERY = 512;    // values between two looks at the error so far
+static constexpr int64_t CHECK_EVERY = 512;    // values between two checks of the error so far
 
 struct Rounding {
     bool is_int;
@@ -50,7 +50,7 @@ struct ErrorKernel {
         return sum(first + second);
     }
 
-    // Of one candidate; or something larger than `limit` as soon as it is exceeded.
+    // The sum of one candidate; returns early with a partial sum once that exceeds `limit`.
     static double one(const float* x, const float* w, int64_t n, const Rounding& r, float inverse,
                       float zero_point, const Power& power, double limit, int64_t check_every) {
         double total = 0;
@@ -61,7 +61,7 @@ struct ErrorKernel {
         return total;
     }
 
-    // Of many candidates, for a short group: no branch that could be guessed wrongly in between.
+    // The sums of many candidates, for a short group: no branch to mispredict.
     static void many(const float* x, const float* w, int64_t n, const Rounding& r,
                      const float* inverse, const float* zero_points, int count, const Power& power,
                      float* sums) {
@@ -107,7 +107,7 @@ struct Searcher {
     // Halving a power-of-two scale often changes no reconstructed value at all. Such a tie must stay
     // one, though the power is only accurate to 1e-6.
     const double margin;
-    std::vector<int> step;  // candidates that differ from the one before: where they stand
+    std::vector<int> step;  // indices of the candidates that differ from the one before
     int distinct = 0;
 
     explicit Searcher(const SearchProblem& problem)
@@ -220,7 +220,7 @@ static void search_in_tiles(const SearchProblem& p, int threads) {
                               parts.data() + t * count);
             }
         });
-        for (int64_t t = 0; t < tiles; ++t) {  // in the order of the tiles, whoever computed them
+        for (int64_t t = 0; t < tiles; ++t) {  // in the order of the tiles, whichever thread computed them
             for (int64_t i = 0; i < count; ++i) errors[g * count + i] += parts[t * count + i];
         }
     }
@@ -243,7 +243,7 @@ static void search_in_tiles(const SearchProblem& p, int threads) {
     for (int64_t g = 0; g < groups; ++g) write_range(p, g, choose(g, steps));
 }
 
-// Until the last group was searched, only the place of each group's factor is noted.
+// Until the last group is searched, only the index of each group's factor is stored.
 template <class Place>
 static void search_groups(const SearchProblem& p, int threads) {
     const int64_t groups = p.values.groups();
@@ -260,7 +260,7 @@ static void search_groups(const SearchProblem& p, int threads) {
     parallel_for(groups, grain, threads, [&](int64_t begin, int64_t end) {
         Searcher searcher(p);
         for (int64_t g = begin; g < end; ++g) {
-            // a factor that should not have been tried any more: choose again without those
+            // a factor beyond the end of the search: choose again without those
             const bool again = best[g] >= steps;
             write_range(p, g, again ? searcher.search_whole(g, steps, improved) : best[g]);
         }

@@ -11,7 +11,7 @@ static inline vf vmin(vf a, vf b) { return a < b ? a : b; }
 static inline vf vmax(vf a, vf b) { return a > b ? a : b; }
 static inline vf vabs(vf a) { return (vf)((vi)a & 0x7fffffff); }
 
-// A product that must be rounded before it is used, and not melt into a multiply-add.
+// A product that must be rounded before it is used, not contracted into a multiply-add.
 static inline vf rounded(vf a) {
 #if defined(__x86_64__)
     asm("" : "+x"(a));

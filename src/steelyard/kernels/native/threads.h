@@ -43,7 +43,7 @@ void parallel_for(int64_t items, int64_t grain, int threads, const Body& body) {
         try {
             for (int t = 1; t < threads; ++t) team.emplace_back(work);
         } catch (const std::system_error& error) {
-            // those that run must be joined before the vector goes, or the process ends
+            // running threads must be joined before the vector is destroyed, or the process ends
             if (!failed.exchange(true))
                 failure = std::make_exception_ptr(std::runtime_error(
                     "cannot start thread " + std::to_string(team.size() + 2) + " of " +
