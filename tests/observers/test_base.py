@@ -376,9 +376,9 @@ MXFP4 = {
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"num_bits": 1}, "integers of 2 to 8 bits can be quantized to, not 1"),
-        ({"num_bits": 9}, "integers of 2 to 8 bits can be quantized to, not 9"),
-        ({**NVFP4, "num_bits": 5}, "bits can be quantized to, not 5"),
+        ({"num_bits": 1}, "integers must have 2 to 8 bits, got 1"),
+        ({"num_bits": 9}, "integers must have 2 to 8 bits, got 9"),
+        ({**NVFP4, "num_bits": 5}, "floats must have 4 or 8 bits, got 5"),
         ({**NVFP4, "symmetric": False}, "4-bit float has no zero point here: set symmetric=True"),
         ({**MXFP4, "symmetric": False}, "4-bit float has no zero point here: set symmetric=True"),
         ({**MXFP4, "num_bits": 8, "symmetric": False}, "8-bit float has no zero point here"),

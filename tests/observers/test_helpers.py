@@ -172,7 +172,7 @@ WRONG = [
 def test_wrong_pair_says_what_is_possible(base_name: str, strategy: str, how: str) -> None:
     args = args_for(strategy)
     possible = ", ".join(STRATEGIES[base_name])
-    message = f"{strategy!r} cannot quantize a value of kind {base_name!r}: it takes {possible}"
+    message = f"{strategy!r} cannot quantize a value of kind {base_name!r}: use {possible}"
     with pytest.raises(ValueError, match=re.escape(message)):
         if how == "flatten":
             flatten_for_calibration(torch.randn(2, 2, 8, 8), base_name, args)

@@ -1,7 +1,7 @@
 """The observer: a statistic that can be observed, merged, computed and reset.
 
-Calling an observer updates its statistics; `get_qparams` computes parameters from them as often
-as asked and changes nothing. A subclass writes `update_statistics_from_observed`, which turns one
+Calling an observer updates its statistics; `get_qparams` computes parameters from them, any number
+of times, and changes nothing. A subclass writes `update_statistics_from_observed`, which turns one
 tensor in the canonical shape into `self.min_vals` and `self.max_vals`; or, as in the first
 generation of the interface, `calculate_qparams`.
 """
@@ -124,7 +124,7 @@ class Observer(
 
     @classmethod
     def register(cls, name: str) -> Callable[[ObserverClass], ObserverClass]:
-        """Return a class decorator that makes an observer known by `name`."""
+        """Return a class decorator that registers an observer as `name`."""
         return Observer.registry.register(name)  # type: ignore[return-value]
 
     @classmethod
@@ -236,26 +236,26 @@ class Observer(
     # -- lifecycle --------------------------------------------------------------------------
 
     def attach(self, module: torch.nn.Module) -> None:
-        """Called when the observer is put on a module; a subclass may register hooks."""
+        """Called when the observer is added to a module; a subclass may register hooks."""
 
     def detach(self, module: torch.nn.Module) -> None:
-        """Called before the observer is taken off a module; undoes `attach`."""
+        """Called before the observer is removed from a module; undoes `attach`."""
 
     @staticmethod
     def fuse(observers: Iterable[Observer]) -> None:
-        """Link observers of layers that the server fuses, so that they share what it shares."""
+        """Link observers of layers that the server fuses, so that they share their scales."""
         fuse(observers)
 
     # -- names and checks -------------------------------------------------------------------
 
     @property
     def label(self) -> str:
-        """What is observed, for messages."""
+        """Name of the observed value, for messages."""
         where = f" of {self.module_name}" if self.module_name else ""
         return f"{self.base_name}{where} ({type(self).__name__})"
 
     def _check_shape(self, flat: torch.Tensor) -> None:
-        """Refuse a value of another shape, if the observer accumulates."""
+        """Reject a value of another shape, if the observer accumulates."""
         if not (self._act_sync_dict and self.has_statistics):
             return
         expected = tuple(self.min_vals.shape)
@@ -263,5 +263,5 @@ class Observer(
         if expected != got:
             raise StrategyError(
                 f"{self.label} has parameters of shape {expected}, but this value needs {got}: "
-                "one observer observes one thing; reset() it, or use a memoryless one"
+                "use one observer per tensor; reset() it, or use a memoryless one"
             )

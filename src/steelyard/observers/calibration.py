@@ -1,7 +1,7 @@
-"""Observers on modules: attach, watch, compute, take off again.
+"""Observers on modules: attach, observe, compute, remove.
 
-The functions are the steps, by the names that users of llm-compressor know; `Calibration` is the
-lifecycle, a context manager that leaves the modules clean whatever happens.
+The functions are the steps, with the names that llm-compressor has for them; `Calibration` is the
+lifecycle, a context manager that removes observers and hooks even if something raises.
 """
 
 from steelyard.observers.hooks import (

@@ -1,7 +1,7 @@
-"""Joining statistics: of two observers, of the ranks of a run, of files.
+"""Combines statistics: of two observers, of the ranks of a run, of files.
 
-`combine` is the one place where statistics join. Each statistic is declared with its operation
-(`_act_sync_dict`), one of these:
+`combine` is the only place that does. Each observer declares an operation for each of its
+statistics (`_act_sync_dict`), one of these:
 
 =====================  ======================================================================
 `dist.ReduceOp.MIN`    smallest value
@@ -52,9 +52,9 @@ _OPERATIONS: dict[Any, Callable[[Tensors], torch.Tensor]] = {
 
 
 def combine(observer: Observer, states: Sequence[State]) -> None:
-    """Make `observer` hold the statistics of one that observed what all `states` did, in order.
+    """Set the statistics of `observer` as if it had observed the values of all `states`, in order.
 
-    Its own statistics are replaced; pass its state among `states` to keep them. A failure changes
+    This replaces its own statistics; pass its state among `states` to keep them. A failure changes
     nothing.
     """
     if observer.calculates and sum(bool(tensors) for _, tensors in states) > 1:
@@ -93,7 +93,7 @@ def _joined(
         if mine != theirs:
             raise StatisticsError(
                 f"{observer.label}: {name} has shape {mine} on one side and {theirs} on the "
-                "other: they observed different things"
+                "other: they observed different tensors"
             )
     if operation == dist.ReduceOp.AVG:
         total = max(sum(count for _, count in present), 1)
@@ -104,6 +104,6 @@ def _joined(
 def not_mergeable(observer: Observer) -> StatisticsError:
     return StatisticsError(
         f"{observer.label} defines only calculate_qparams, so its statistics from several ranks or "
-        "files cannot be joined; define update_statistics_from_observed, or calibrate in one "
+        "files cannot be combined; define update_statistics_from_observed, or calibrate in one "
         "process"
     )

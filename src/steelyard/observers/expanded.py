@@ -1,7 +1,7 @@
 """Searches that also try ranges above the observed one.
 
-FP4 has a gap between 4 and 6: with a larger range a group's largest value may fall into it, which
-can reduce the error of all others. The defaults are those of llm-compressor: from 1.8 times the
+FP4 has a gap between 4 and 6: a larger range can move a group's largest value from 6 to 4, and so
+reduce the error of all others. The defaults are those of llm-compressor: from 1.8 times the
 observed range down to 0.8 times, in 111 steps.
 """
 
@@ -39,7 +39,7 @@ class ExpandedIMatrixOptions(IMatrixOptions):
 
 @Observer.register("nvfp4_expanded_mse")
 class NVFP4ExpandedMSEObserver(MemorylessMSEObserver):
-    """The best range of the last value observed, also above the observed range."""
+    """The best range of the last value observed, also above its own range."""
 
     suits = "weights in FP4"
     seconds_per_weight = 30e-9
@@ -49,7 +49,7 @@ class NVFP4ExpandedMSEObserver(MemorylessMSEObserver):
 
 @Observer.register("nvfp4_expanded_imatrix")
 class NVFP4ExpandedIMatrixObserver(IMatrixMSEObserver):
-    """The best range of the last weight observed, also above it, errors weighted by E[x^2]."""
+    """The best range of the last weight, also above its own, errors weighted by E[x^2]."""
 
     suits = "weights in FP4"
     seconds_per_weight = 30e-9

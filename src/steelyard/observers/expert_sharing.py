@@ -1,7 +1,8 @@
-"""What experts of one layer share: a scale for their inputs, and statistics where they have few.
+"""Experts of one layer share a scale for their inputs, and statistics where they have few tokens.
 
-A server quantizes the inputs of all experts of a layer with one scale, so their observers agree on
-it. Importance of an expert shrinks to that of its layer (`kernels.shrinkage`), as Hessians do.
+A server quantizes the inputs of all experts of a layer with one scale, so their observers use the
+statistics of all. The importance of an expert is shrunk toward that of its layer
+(`kernels.shrinkage`), as its Hessian is.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from steelyard.words import count
 __all__ = ["importance_priors", "share_among_experts", "starved_experts"]
 
 Sums = Mapping[str, tuple[torch.Tensor, int]]
-"""Of each module the sum of x^2 of each input channel, and the number of tokens."""
+"""Module -> sum of x^2 per input channel, and number of tokens."""
 
 
 def share_among_experts(calibration: Calibration) -> None:
-    """Complete what is known of each expert by what is known of its layer, after `sync`."""
+    """Share ranges and importance among the experts of each layer, after `sync`."""
     gathering = calibration.gathering()
     sums = {name: o.gathered for name, o in gathering.items()}
     known = {name: each for name, each in sums.items() if each is not None}
@@ -38,7 +39,7 @@ def share_among_experts(calibration: Calibration) -> None:
 
 
 def _share_ranges(calibration: Calibration, group: ExpertGroup) -> None:
-    """Let the input observers of all experts have the statistics of all, if they share a scale."""
+    """Give the input observers of all experts the combined statistics, if they share a scale."""
     found = {name: observer_of(calibration.modules[name], "input") for name in group.names}
     sharing = {
         name: observer
@@ -52,7 +53,7 @@ def _share_ranges(calibration: Calibration, group: ExpertGroup) -> None:
 
 
 def importance_priors(group: ExpertGroup, sums: Sums) -> dict[str, tuple[torch.Tensor, int]]:
-    """Return what the layer adds to the sums of each module of its experts."""
+    """Return the sums and tokens that the layer adds to each module of its experts."""
     known = [sums[names[0]] for names in group.experts.values() if names[0] in sums]
     if not known:
         return {}
@@ -64,20 +65,20 @@ def importance_priors(group: ExpertGroup, sums: Sums) -> dict[str, tuple[torch.T
 
 
 def starved_experts(calibration: Calibration) -> list[str]:
-    """Return a sentence for each layer with experts that saw fewer tokens than input channels."""
+    """Return a sentence for each layer with experts that got fewer tokens than input channels."""
     found = []
     for group in expert_groups(calibration.routed):
-        if group.inner:  # the same tokens
+        if group.inner:  # gets the same tokens as the outer group
             continue
         first = {number: names[0] for number, names in group.experts.items()}
         tokens = {number: calibration.tokens(name) for number, name in first.items()}
         starved = [n for n in first if tokens[n] < prior_tokens(_columns(calibration, first[n]))]
         if starved:
-            told = ", ".join(f"{number} ({count(tokens[number], 'token')})" for number in starved)
+            listed = ", ".join(f"{number} ({count(tokens[number], 'token')})" for number in starved)
             found.append(
-                f"{group.layer}: {len(starved)} of {count(len(first), 'expert')} saw fewer tokens "
-                "than they have input channels, so the statistics of the layer count for more "
-                f"than their own: {told}"
+                f"{group.layer}: {len(starved)} of {count(len(first), 'expert')} got fewer tokens "
+                "than they have input channels, so the layer's statistics outweigh their own: "
+                f"{listed}"
             )
     return found
 

@@ -6,9 +6,9 @@
             low, high = observed.amin(reduce_dims, True), observed.amax(reduce_dims, True)
             return calculate_qparams(low / 2, high / 2, self.quantization_args, global_scale)
 
-A value is cut into slices as its strategy says, `calculate_qparams` is called for each, and the
-results are put together in the shape that is stored. What such a subclass keeps between calls is
-its own: it can be observed in order, but not joined over ranks or files.
+The strategy cuts a value into slices; `calculate_qparams` is called for each, and the results are
+assembled in the stored shape. Such a subclass keeps its own state between calls: it can observe in
+order, but its state cannot be combined over ranks or files.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _NEW, _OLD = "update_statistics_from_observed", "calculate_qparams"
 
 @dataclass(frozen=True)
 class Slice:
-    """A part of a value that is shown to `calculate_qparams` at once.
+    """A slice of a value, for one call of `calculate_qparams`.
 
     reduce_dims: the dimensions that share a parameter; None for all
-    tensor_id:   which slice this is; None where there is one
-    place:       where its parameters stand among those of the value
+    tensor_id:   names the slice; None where there is only one
+    place:       index of its parameters among those of the value
     """
 
     value: torch.Tensor
@@ -98,7 +98,7 @@ def _blocks(value: torch.Tensor, height: int, width: int) -> tuple[tuple[int, ..
 
 
 class FirstGeneration:
-    """What the base class of observers offers to the first generation."""
+    """Base of observers; the interface of the first generation."""
 
     calculates: ClassVar[bool] = False
     """Whether the class defines `calculate_qparams`, and so is of the first generation."""
@@ -111,7 +111,7 @@ class FirstGeneration:
     _zero_point: torch.Tensor
 
     _weight_kept: Any = None
-    """A weight whose parameters are calculated once more if its fused partners need that."""
+    """A weight whose parameters are recalculated if fused partners change the global scale."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -129,7 +129,7 @@ class FirstGeneration:
 
     @property
     def quantization_args(self) -> QuantizationArgs:
-        """The first generation's name of `args`."""
+        """The first generation's name for `args`."""
         return self.args
 
     def record_observed_tokens(self, value: torch.Tensor) -> None:
@@ -143,7 +143,7 @@ class FirstGeneration:
         tensor_id: Any = None,
         global_scale: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return scale and zero point of one slice, as this observer finds them.
+        """Return scale and zero point of one slice.
 
         reduce_dims: the dimensions that share a parameter; None for all, which gives shape (1,)
         tensor_id:   names the slice; an observer that averages keeps one average per name
@@ -159,7 +159,7 @@ class FirstGeneration:
         return scale.reshape(full), zero_point.reshape(full)
 
     def _twin(self, tensor_id: Any) -> Observer:
-        """Return an observer of the second generation that observes one slice for this one."""
+        """Return the second-generation observer that handles one slice for this one."""
         twins: dict[Any, Observer] = self.__dict__.setdefault("_twins", {})
         if tensor_id not in twins:
             classes: Any = type(self).__mro__
@@ -169,7 +169,7 @@ class FirstGeneration:
         return twins[tensor_id]
 
     def observe_slices(self, observed: torch.Tensor) -> None:
-        """Let `calculate_qparams` find the parameters of a value."""
+        """Compute the parameters of a value with `calculate_qparams`."""
         largest = observed.abs().amax()
         if not bool(torch.isfinite(largest)):
             raise NonFiniteError(describe_non_finite(observed, self.label))
@@ -228,7 +228,7 @@ def construct(
     quantization_args: QuantizationArgs | None = None,
     **options: Any,
 ) -> Observer:
-    """Build an observer, also one whose `__init__` takes its QuantizationArgs and options only."""
+    """Build an observer, even if its `__init__` takes only QuantizationArgs and options."""
     named: dict[str, Any] = {
         "base_name": base_name,
         "args": args,
@@ -244,7 +244,7 @@ def construct(
         if name not in known:
             raise OptionError(f"{kind.__name__}: unknown option {name!r}: {nearest(name, known)}")
     made: Any = kind.__new__(kind)
-    made.__dict__["_base_name"] = base_name or "weight"  # which its own __init__ does not take
+    made.__dict__["_base_name"] = base_name or "weight"  # its own __init__ does not take it
     made.__init__(found, **options)
     observer: Observer = made
     return observer

@@ -51,7 +51,7 @@ def check_strategy(base_name: str, args: QuantizationArgs) -> None:
     if args.strategy not in STRATEGIES[base_name]:
         raise StrategyError(
             f"strategy {_plain(args.strategy)!r} cannot quantize a value of kind {base_name!r}: "
-            f"it takes {', '.join(STRATEGIES[base_name])}"
+            f"use {', '.join(STRATEGIES[base_name])}"
         )
 
 
@@ -141,7 +141,7 @@ def _split_groups(value: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
 def group_order(
     g_idx: torch.Tensor, columns: int, base_name: str, args: QuantizationArgs
 ) -> torch.Tensor | None:
-    """Return the column order that brings the members of each group together.
+    """Return the column order that makes each group contiguous.
 
     g_idx:   (columns,), the group of each column; all -1 while activation ordering has not set it
     returns: (columns,) permutation, or None for the stored order

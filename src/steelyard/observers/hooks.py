@@ -1,8 +1,7 @@
 """Hooks that pass activations to observers during calibration.
 
-Padding is no data: a padded batch runs under `without_padding(mask)`, and the hooks skip those
-tokens. Values are observed in the type that will be served, even if the pass runs in fp32 because
-that is faster.
+A padded batch runs under `without_padding(mask)`, and the hooks skip the padding. Values are
+observed in the type that will be served, even if the forward pass runs in fp32 for speed.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def calibrate_value_hook(module: Module, value_states: torch.Tensor) -> None:
 def register_hooks(module: Module, inputs: bool = True) -> list[RemovableHandle]:
     """Register the hooks that the observers on `module` need.
 
-    inputs: whether inputs are observed by a hook
+    inputs: whether a hook observes inputs
     """
     handles: list[RemovableHandle] = []
     if inputs and observer_of(module, "input") is not None:
@@ -82,7 +81,7 @@ def _observe(module: Module, base_name: str, value: torch.Tensor) -> None:
 
 def _served_dtype(module: Module, base_name: str, default: torch.dtype) -> torch.dtype:
     scale = getattr(module, f"{base_name}_scale", None)
-    if scale is None:  # dynamic but for its global scale: the weight's scale has the model's type
+    if scale is None:  # only its global scale is static: the weight's scale has the model's type
         scale = getattr(module, "weight_scale", None)
     args = args_for(module, base_name)
     assert args is not None

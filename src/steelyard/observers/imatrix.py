@@ -15,16 +15,16 @@ class IMatrixOptions(SearchOptions):
     """Options of the weighted search: a wider and coarser grid, and `strict`."""
 
     maxshrink: float = Field(
-        default=0.95, ge=0, le=1, description="largest part of the range to give up"
+        default=0.95, ge=0, le=1, description="largest fraction of the range to cut off"
     )
     grid: float = Field(
-        default=20, gt=0, allow_inf_nan=False, description="steps into which the range is cut"
+        default=20, gt=0, allow_inf_nan=False, description="steps that divide the range"
     )
     norm: float = Field(
         default=3.0, gt=0, allow_inf_nan=False, description="power to which errors are raised"
     )
     strict: bool = Field(
-        default=False, description="make unusable importance an error, not a uniform search"
+        default=False, description="raise on unusable importance instead of searching without it"
     )
 
 

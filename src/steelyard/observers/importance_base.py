@@ -1,9 +1,9 @@
 """Importance: E[x^2] of each input channel, gathered during calibration.
 
 A forward-pre hook sums the squares of a Linear's input. The observer and the module both hold the
-raw sum and the token count, so that a gathering pass (attach, run, detach) leaves them on the
-module for the observer of a second pass. The sum is also kept in bins (`kernels.exact_sum`), so
-that neither the order of batches nor the number of ranks changes it.
+raw sum and the token count, so that after one pass (attach, run, detach) the observer of a second
+pass finds them on the module. The sum is also kept in bins (`kernels.exact_sum`), so that neither
+the order of batches nor the number of ranks changes it.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ __all__ = ["ImportanceObserver"]
 
 IMATRIX_PRECISION = torch.float32
 _RAW = ("_imatrix_sum", "_imatrix_count", "_imatrix_bins")  # on the observer and on the module
-_CARRY_AFTER = 1024  # batches, which the bins can take at once
+_CARRY_AFTER = 1024  # batches that the bins hold without a carry
 
 
 class ImportanceObserver(Observer):
     """Base of weight observers that weight the error of each column by E[x^2] of its input."""
 
     needs_importance: ClassVar[bool] = True
-    """Whether going without importance is worth a warning."""
+    """Whether to warn when importance is missing."""
 
     _act_sync_dict: ClassVar = {
         "_imatrix_sum": dist.ReduceOp.SUM,
@@ -54,7 +54,7 @@ class ImportanceObserver(Observer):
     # -- gathering --------------------------------------------------------------------------
 
     def attach(self, module: torch.nn.Module) -> None:
-        """Take the sums that an earlier pass left on the module, or start to gather.
+        """Use the sums of an earlier pass on the module, or start to gather.
 
         Modules without `in_features` have no input channels and are skipped.
         """
@@ -68,14 +68,14 @@ class ImportanceObserver(Observer):
         in_features = getattr(module, "in_features", None)
         if in_features is None:
             return
-        with torch.inference_mode(False):  # forward passes may run outside of it
+        with torch.inference_mode(False):  # later forward passes may not run in inference mode
             self._imatrix_sum = torch.zeros(in_features, dtype=IMATRIX_PRECISION)
             self._imatrix_count = torch.tensor(0, dtype=torch.int64)
         self._share_with(module)
         state["_imatrix_hook"] = module.register_forward_pre_hook(self._gather)
 
     def detach(self, module: torch.nn.Module) -> None:
-        """Stop gathering; sum and count stay on the module for the next observer."""
+        """Stop gathering; keep sum and count on the module for the next observer."""
         if _remove_hook(module):
             self._sum_bins()
             self._share_with(module)
@@ -107,7 +107,7 @@ class ImportanceObserver(Observer):
         self._share_with(module)  # a reset, a file or another device may have replaced them
 
     def _add(self, squares: torch.Tensor) -> None:
-        """Add the squares of one batch to the bins, and let the sum follow."""
+        """Add the squares of one batch to the bins, and update the sum."""
         assert self._imatrix_sum is not None
         bins = self._bins().to(squares.device)
         add_exactly(bins, squares)
@@ -118,7 +118,7 @@ class ImportanceObserver(Observer):
         self._imatrix_sum += squares
 
     def _bins(self) -> torch.Tensor:
-        """Return the bins; a sum that has none is entered as one number."""
+        """Return the bins; a sum without bins is added to empty ones."""
         assert self._imatrix_sum is not None
         if self._imatrix_bins is None:
             with torch.inference_mode(False):
@@ -160,8 +160,8 @@ class ImportanceObserver(Observer):
             self._imatrix_sum = torch.zeros_like(squares, dtype=IMATRIX_PRECISION)
         if self._imatrix_sum.shape != squares.shape:
             raise ImportanceError(
-                f"{self.label}: importance of {len(squares)} input channels was given, the module "
-                f"has {len(self._imatrix_sum)}"
+                f"{self.label}: importance has {len(squares)} input channels, but the module has "
+                f"{len(self._imatrix_sum)}"
             )
         self._imatrix_sum = self._imatrix_sum.clone()
         self._add(squares.to(self._imatrix_sum))
@@ -183,7 +183,7 @@ class ImportanceObserver(Observer):
         importance = self._importance().to(observed.device)
         if self.power != 1.0:
             importance = importance.pow(self.power)
-        # in fp64, so that the order of columns does not show in its last bit
+        # in fp64, so that the order of columns does not change the last bit
         importance = importance / importance.double().mean().to(importance)
         if self._column_order is not None:
             importance = importance[self._column_order]
@@ -250,11 +250,11 @@ class ImportanceObserver(Observer):
         return statistics
 
     def recomputed_statistics(self) -> tuple[str, ...]:
-        return self._statistics  # found with the importance, so a weight has to be observed again
+        return self._statistics  # depend on importance, so the weight must be observed again
 
-    def combined(self, values: dict[str, torch.Tensor], parts: int) -> None:
-        super().combined(values, parts)
-        self._uncarried = int(parts > 1)  # then the sum follows from the bins, when it is used
+    def combined(self, values: dict[str, torch.Tensor], states: int) -> None:
+        super().combined(values, states)
+        self._uncarried = int(states > 1)  # if so, the bins give the sum when it is used
 
     def reset(self) -> None:
         super().reset()

@@ -50,7 +50,7 @@ def load_importance(
 ) -> Importance:
     """Read a file that `save_importance` wrote, or llama.cpp's imatrix in GGUF.
 
-    modules, model_type: of the model that is to be quantized; GGUF has other names for modules
+    modules, model_type: of the model to quantize; GGUF has other names for modules
     """
     path = Path(path)
     if not path.is_file():
@@ -59,7 +59,7 @@ def load_importance(
     for name, (squares, tokens) in found.items():
         if tokens < 1 or not bool((torch.isfinite(squares) & (squares >= 0)).all()):
             raise ImportanceError(
-                f"{path} has sums for {name} that are no sums of squares, or no tokens ({tokens}); "
+                f"{path} has invalid sums of squares for {name}, or no tokens ({tokens}); "
                 "gather it again"
             )
     return found
@@ -95,7 +95,7 @@ def _sums(stored: torch.Tensor) -> torch.Tensor:
 
 
 def merge_importance(*parts: Importance) -> Importance:
-    """Return the importance of one run over the data of all."""
+    """Return the importance that one run over all the data would gather."""
     merged: Importance = {}
     for part in parts:
         for name, (squares, tokens) in part.items():
@@ -103,7 +103,7 @@ def merge_importance(*parts: Importance) -> Importance:
             if before.shape != squares.shape:
                 raise ImportanceError(
                     f"{name} has {len(before)} input channels in one file and {len(squares)} in "
-                    "another; they are not of one model"
+                    "another; the files are not of one model"
                 )
             merged[name] = (before + squares, count + tokens)
     return merged
@@ -116,26 +116,26 @@ def _load_gguf(path: Path, modules: Iterable[str], model_type: str) -> Importanc
         raise ImportanceError(f"reading {path} needs the package gguf: pip install gguf") from None
     try:
         found = _gguf_sums(gguf, _bounded_reader(gguf)(path), modules, model_type)
-    except Exception as error:  # any kind: its reader trusts what a file says of itself
+    except Exception as error:  # gguf's reader does not check the file and may raise anything
         raise ImportanceError(
             f"{path} is not a GGUF file, or damaged ({reason_of(error)}); write it again with "
             "llama-imatrix"
         ) from error
     if not found:
         raise ImportanceError(
-            f"{path} has importance for none of the modules: it is no imatrix, or not of a "
-            f"{model_type!r}"
+            f"{path} has importance for none of the modules: it is not an imatrix, or not of a "
+            f"{model_type!r} model"
         )
     return found
 
 
 def _bounded_reader(gguf: Any) -> Any:
-    """Return gguf's reader with an end; else it reads a list of 2**60 items for ever."""
+    """Return gguf's reader, bounded by the file; it would loop over a list of 2**60 items."""
 
     class Bounded(gguf.GGUFReader):  # type: ignore[misc]
         def _get(self, offset: int, dtype: Any, count: int = 1, *order: Any, **options: Any) -> Any:
             if int(offset) + int(count) * np.dtype(dtype).itemsize > len(self.data):
-                raise ValueError("it ends too early")
+                raise ValueError("the file ends too early")
             return super()._get(offset, dtype, count, *order, **options)
 
     return Bounded
@@ -161,7 +161,7 @@ def _gguf_sums(gguf: Any, reader: Any, modules: Iterable[str], model_type: str) 
 
 
 def _without_expert(module: str) -> tuple[str, int | None]:
-    """Take the number of an expert out of a name.
+    """Split the index of an expert from a module's name.
 
     >>> _without_expert("model.layers.0.mlp.experts.7.up_proj")
     ('model.layers.0.mlp.experts.up_proj', 7)

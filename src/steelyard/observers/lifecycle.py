@@ -5,9 +5,9 @@
             layer(batch)
         calibration.finish()
 
-On entry observers and hooks are put on every module of `layer` that has a scheme; `finish` observes
-the weights, links what the server fuses and computes all parameters. On exit no observer and no
-hook is left, and a module whose calibration did not finish is as it was before.
+On entry every module of `layer` with a scheme gets observers and hooks; `finish` observes the
+weights, links layers that the server fuses and computes all parameters. On exit all observers and
+hooks are removed, and a module whose calibration did not finish is restored.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Calibration:
 
     prefix:  the name of `root` within its model, for messages
     without: a module within `root` whose own modules are skipped
-    shown:   only these modules, by name; not hooks, but `show` tells of their inputs
-    routed:  experts: `show` tells of their inputs, whatever the others have
+    shown:   only these modules, by name; the caller passes their inputs to `show`, without hooks
+    routed:  experts; the caller passes their inputs to `show_routed`, even if others have hooks
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class Calibration:
             self.modules = {name: self.modules[name] for name in shown}
         self._hooks = shown is None
         self.routed = [name for name in routed if name in self.modules]
-        self._tokens: dict[str, int] = {}  # that were routed to each expert
-        self._weighing: dict[str, ImportanceObserver] = {}  # among those shown
-        self._stopped: dict[str, ImportanceObserver] = {}  # whose importance the caller adds
-        self._weighed: set[str] | None = None  # those that may; None for all
+        self._tokens: dict[str, int] = {}  # tokens routed to each expert
+        self._weighing: dict[str, ImportanceObserver] = {}  # `show` adds their importance
+        self._stopped: dict[str, ImportanceObserver] = {}  # the caller adds their importance
+        self._weighed: set[str] | None = None  # modules that use importance; None for all
         self._handles: list[RemovableHandle] = []
         self._before: dict[str, tuple[Any, Any]] = {}
         self._synced = False
@@ -108,7 +108,7 @@ class Calibration:
                     yield name, base_name, observer
 
     def gathering(self) -> dict[str, ImportanceObserver]:
-        """Return the observers of importance to which nobody else adds it, by module."""
+        """Return the observers that gather importance themselves or from `show`, by module."""
         return {
             name: observer
             for name, _, observer in self.observers()
@@ -116,7 +116,7 @@ class Calibration:
         }
 
     def weigh(self, names: Iterable[str]) -> None:
-        """Let the weight observers of these modules weight columns, in addition to earlier ones."""
+        """Let the weight observers of these modules use importance, besides those named before."""
         self._weighed = {*(self._weighed or ()), *names}
 
     def drop_unweighed(self) -> None:
@@ -132,13 +132,13 @@ class Calibration:
     def take_over(self) -> None:
         """Let `show` gather importance, instead of the observers' own hooks.
 
-        With hooks, for experts alone.
+        If modules have hooks, only for experts.
         """
         names = self.routed if self._hooks else list(self.modules)
         self._weighing.update(self._stop_gathering(names))
 
     def stop_gathering(self, names: Iterable[str]) -> None:
-        """Stop observers from gathering importance; `add_importance` gives it to them."""
+        """Stop observers from gathering importance; the caller adds it with `add_importance`."""
         self._stopped.update(self._stop_gathering(names))
 
     def _stop_gathering(self, names: Iterable[str]) -> Iterator[tuple[str, ImportanceObserver]]:
@@ -151,15 +151,15 @@ class Calibration:
     def add_importance(
         self, name: str, importance: Callable[[], tuple[torch.Tensor, int] | None]
     ) -> None:
-        """Add importance to an observer that was stopped from gathering.
+        """Add importance to an observer that `stop_gathering` stopped.
 
-        importance: returns the sum of x^2 of each input channel, and the number of tokens
+        importance: returns the sum of x^2 per input channel, and the number of tokens
         """
         if name in self._stopped and (sums := importance()) is not None:
             self._stopped[name].add_importance(*sums)
 
     def show(self, names: Iterable[str], x: torch.Tensor) -> None:
-        """Pass the common input of modules to the observers of inputs and of importance."""
+        """Pass the shared input of modules to the observers of inputs and of importance."""
         self.show_range(names, x)
         self._show_importance(names, real_tokens(x, "input"))
 
@@ -168,8 +168,8 @@ class Calibration:
     ) -> None:
         """Pass the tokens of an expert, without padding, to the observers of importance.
 
-        x:       None where the router sent none
-        weights: (tokens,), by which the output of the expert is multiplied; None for 1
+        x:       None if no token was routed to it
+        weights: (tokens,), the router's factors on the output; None for 1
         """
         for name in names:
             self._tokens[name] = self._tokens.get(name, 0) + (0 if x is None else len(x))
@@ -177,7 +177,7 @@ class Calibration:
             self._show_importance(names, x if weights is None else x * weights[:, None])
 
     def show_range(self, names: Iterable[str], x: torch.Tensor) -> None:
-        """Pass the common input of modules to the observers of inputs alone."""
+        """Pass the shared input of modules to the observers of inputs only."""
         for name in names:
             if observer_of(self.modules[name], "input") is not None:
                 calibrate_input_hook(self.modules[name], (x,))
@@ -193,13 +193,13 @@ class Calibration:
                 observer.add_importance(squares, x.numel() // x.shape[-1])
 
     def tokens(self, name: str) -> int:
-        """Return how many tokens reached a module; for experts those that were routed to it."""
+        """Return how many tokens reached a module; for an expert, those routed to it."""
         if name in self._tokens:
             return self._tokens[name]
         return observed_tokens(self.modules[name])
 
     def unseen(self) -> list[str]:
-        """Return the modules with static activations of which none were observed."""
+        """Return the modules with static activations that observed none."""
         return list(
             dict.fromkeys(
                 name
@@ -240,7 +240,7 @@ class Calibration:
     def compute(self, names: Collection[str], weights: Collection[str]) -> None:
         """Compute the parameters of some modules.
 
-        weights: those whose weights are observed; another rank does it for the others
+        weights: those whose weights this rank observes; other ranks observe the rest
         """
         chosen = [name for name in names if name in weights]
         for name in chosen:

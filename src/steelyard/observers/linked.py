@@ -1,4 +1,4 @@
-"""Linking the weight observers of layers that the server merges; see `steelyard.fusion`."""
+"""Links the weight observers of layers that the server fuses; see `steelyard.fusion`."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _FORMAT_FIELDS = (
 def fuse_weight_observers(model: torch.nn.Module) -> None:
     """Link the weight observers of each fused group in `model`.
 
-    A projection that is absent or None is passed over. A group in which some layers are quantized
-    and others are not, or not alike, is an error: no server can load it fused.
+    A projection that is absent or None is skipped. A group in which only some layers are quantized,
+    or not all with one scheme, is an error: no server can load it fused.
     """
     from steelyard.observers.base import Observer
 
@@ -51,7 +51,7 @@ def fuse_weight_observers(model: torch.nn.Module) -> None:
 
 
 def fuse(observers: Iterable[Observer]) -> None:
-    """Link observers of layers that the server fuses; refuse layers that are stored differently."""
+    """Link observers of layers that the server fuses; reject layers that are stored differently."""
     linked = list(observers)
     for other in linked[1:]:
         differing = disagreement(linked[0].args, other.args)

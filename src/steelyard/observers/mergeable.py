@@ -1,4 +1,4 @@
-"""The statistics of an observer: which there are, and how they are merged, saved and reset."""
+"""The statistics of an observer: declared, merged, saved and reset."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ Self = TypeVar("Self", bound="MergeableStatistics")
 
 
 class MergeableStatistics:
-    """Base of observers; a subclass declares its statistics and how each one joins."""
+    """Base of observers; a subclass declares its statistics and how to combine each."""
 
     _act_sync_dict: ClassVar[dict[str, Any]] = {}
-    """Statistic -> the operation that joins it (`observers.combine`); empty for an observer that
+    """Statistic -> the operation that combines it (`observers.combine`); empty for an observer that
     keeps only its last observation."""
 
     _statistics: ClassVar[tuple[str, ...]] = ("min_vals", "max_vals")
-    """Statistics that exist once something was observed."""
+    """Statistics that exist after the first observation."""
 
     num_observed_tokens: int
     num_updates: int
@@ -45,7 +45,7 @@ class MergeableStatistics:
         return list(dict.fromkeys((*self._statistics, *self._act_sync_dict)))
 
     def get_statistics(self) -> dict[str, torch.Tensor]:
-        """Return the statistics that exist by now."""
+        """Return the statistics that exist so far."""
         values = {name: getattr(self, name, None) for name in self.statistic_names()}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -59,13 +59,13 @@ class MergeableStatistics:
         self.num_updates = 0
 
     def recomputed_statistics(self) -> tuple[str, ...]:
-        """Return the statistics that follow from others, so that they are not joined themselves."""
+        """Return the statistics that are recomputed from others instead of combined."""
         return ()
 
-    def combined(self, values: dict[str, torch.Tensor], parts: int) -> None:
-        """Hold these statistics from now on; a subclass recomputes those that follow from them.
+    def combined(self, values: dict[str, torch.Tensor], states: int) -> None:
+        """Replace the statistics; a subclass recomputes those that depend on others.
 
-        parts: number of states that they were combined from
+        states: number of states that they were combined from
         """
         for name in self._statistics:
             if name not in values:
@@ -88,10 +88,10 @@ class MergeableStatistics:
         else:
             setattr(self, name, value.to(current.device, copy=True).contiguous())
 
-    # -- joining ----------------------------------------------------------------------------
+    # -- combining --------------------------------------------------------------------------
 
     def merge(self: Self, other: Observer) -> Self:
-        """Become as if this observer had gone on to observe what `other` observed."""
+        """Update as if this observer had also observed, after its own, the values of `other`."""
         this = cast("Observer", self)
         if this.calculates:
             raise not_mergeable(this)
@@ -105,12 +105,12 @@ class MergeableStatistics:
         return self
 
     def sync_activation_stats(self) -> list[dist.Work]:
-        """Join the statistics of all ranks, in rank order; complete when it returns.
+        """Combine the statistics of all ranks, in rank order; complete when it returns.
 
-        Every rank calls it for the same observers in the same order, also one that has observed
+        Every rank calls it for the same observers in the same order, even if it has observed
         nothing.
 
-        The list of handles to wait for is empty.
+        The returned list of handles to wait for is empty.
         """
         if not (self._act_sync_dict and dist.is_available() and dist.is_initialized()):
             return []
@@ -146,4 +146,6 @@ def _check_alike(first: Observer, second: Observer) -> None:
     elif options[0] != options[1]:
         differing = f"options {options[0]} and {options[1]}"
     if differing:
-        raise StatisticsError(f"only observers that are alike can be merged, not {differing}")
+        raise StatisticsError(
+            f"only observers of one class and options can be merged, not {differing}"
+        )

@@ -1,9 +1,9 @@
-"""A moving average whose parts can be combined.
+"""A moving average that can be combined over ranks and files.
 
 With c the averaging constant, observation k moves the average m to (1 - c) * m + c * r_k, and the
-first one sets it. The observer keeps every r_k, a few numbers per observation. Parts from several
-ranks or files are averaged again from the first observation when they are combined, and give the
-bits of one observer that observed everything.
+first one sets it. The observer keeps every r_k, a few numbers per observation. Combining averages
+the r_k of all ranks or files again, from the first, and gives the bits of one observer that
+observed everything.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class MovingAverageObserver(Observer):
     def recomputed_statistics(self) -> tuple[str, ...]:
         return self._averaged
 
-    def combined(self, values: dict[str, torch.Tensor], parts: int) -> None:
+    def combined(self, values: dict[str, torch.Tensor], states: int) -> None:
         """Average all observations again, from the first."""
         devices = {name: getattr(self, name).device for name in self._averaged if self._seen[name]}
-        super().combined({k: v for k, v in values.items() if not k.endswith("_history")}, parts)
+        super().combined({k: v for k, v in values.items() if not k.endswith("_history")}, states)
         for name in self._averaged:
             self._seen[name] = []
             for value in values.get(f"{name}_history", ()):

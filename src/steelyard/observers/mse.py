@@ -28,7 +28,7 @@ class SearchOptions(ObserverOptions):
     """Options of the shrink-grid search."""
 
     maxshrink: float = Field(
-        default=0.20, ge=0, le=1, description="largest part of the range to give up"
+        default=0.20, ge=0, le=1, description="largest fraction of the range to cut off"
     )
     patience: int = Field(
         default=5,
@@ -36,7 +36,7 @@ class SearchOptions(ObserverOptions):
         description="stop after this many steps in which no group of the tensor improved; 0: never",
     )
     grid: float = Field(
-        default=100.0, gt=0, allow_inf_nan=False, description="steps into which the range is cut"
+        default=100.0, gt=0, allow_inf_nan=False, description="steps that divide the range"
     )
     norm: float = Field(
         default=2.4, gt=0, allow_inf_nan=False, description="power to which errors are raised"
@@ -68,7 +68,7 @@ class GridSearchObserver(SearchObserver):
         self.expand: float = self.options.expand
 
     def factors(self) -> Sequence[float]:
-        """Return the multiples of the observed range that are tried, the range itself first."""
+        """Return the multiples of the observed range to try, the range itself first."""
         grown = [self.expand * factor for factor in shrink_factors(self.maxshrink, self.grid)]
         return grown if self.expand == 1 else [1.0, *grown]
 
@@ -80,7 +80,7 @@ class GridSearchObserver(SearchObserver):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the best range of `observed`, (*qparam_shape) each.
 
-        It takes the memory of the observed range, which is not asked for again.
+        It reuses the memory of the observed range.
         """
         observed_range = self.range_of(observed)
         self._checked = None
@@ -122,7 +122,7 @@ class MovingAverageMSEObserver(GridSearchObserver, MovingAverageObserver):
     seconds_per_weight = 12e-9
 
     class Options(SearchOptions, MovingAverageOptions):
-        """The search's options and the average's."""
+        """Options of the search and of the average."""
 
     _statistics: ClassVar[tuple[str, ...]] = SearchObserver._statistics
     _averaged: ClassVar[tuple[str, ...]] = _statistics

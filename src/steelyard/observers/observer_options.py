@@ -1,4 +1,4 @@
-"""Observer options as data: each observer declares its own, and unknown ones are refused.
+"""Observer options as data: each observer declares its own and rejects unknown ones.
 
 A declaration is a pydantic model, so that the recipe schema, the command line and the
 documentation read the same names, defaults and bounds that the observer checks.

@@ -1,4 +1,4 @@
-"""The state of an observer: saved to a file, read back, compared with another's."""
+"""The state of an observer: saved to a file, loaded, compared with another's."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def state_of(observer: Observer, copy: bool = True) -> State:
 
 
 def restore(observer: Observer, state: State, origin: str) -> None:
-    """Replace the statistics by those of an observer like this one.
+    """Replace the statistics by those of an observer with the same class, format and options.
 
     origin: where they come from, for the message
     """
@@ -39,7 +39,7 @@ def restore(observer: Observer, state: State, origin: str) -> None:
 
 
 def check_state(observer: Observer, state: State, origin: str, there: str = "in the file") -> None:
-    """Refuse the state of another kind of observer, and damaged statistics.
+    """Reject the state of another kind of observer, and damaged statistics.
 
     origin, there: where the state comes from, for the message
     """
@@ -71,7 +71,7 @@ def identity_of(observer: Observer) -> dict[str, Any]:
 
 
 def differing(first: dict[str, Any], second: dict[str, Any], here: str, there: str) -> str:
-    """Return the differences for which two states cannot be joined, or an empty string."""
+    """Return the differences that keep two states from being combined, or an empty string."""
     return "; ".join(
         f"{key} is {first.get(key)!r} {here} and {second.get(key)!r} {there}"
         for key in ("observer", "base_name", "format", "options")
@@ -80,7 +80,7 @@ def differing(first: dict[str, Any], second: dict[str, Any], here: str, there: s
 
 
 def options_of(observer: Observer) -> dict[str, Any]:
-    """Return the options, declared or not, as JSON can hold them."""
+    """Return the options, declared or not, as JSON values."""
     if observer.options is not None:
         return dict(observer.options.model_dump(mode="json"))
     return {k: repr(v) for k, v in sorted(observer.args.observer_kwargs.items())}
@@ -95,12 +95,12 @@ def save(observer: Observer, path: str | Path) -> None:
 
     identity, tensors = state_of(observer)
     if not tensors:
-        raise StatisticsError(f"{observer.label} has observed nothing that could be saved")
+        raise StatisticsError(f"{observer.label} has no statistics to save")
     _FILE.write(path, tensors_to_bytes(tensors, metadata={"steelyard": json.dumps(identity)}))
 
 
 def load(observer: Observer, path: str | Path) -> None:
-    """Replace the statistics by those in a file that `save` wrote for an observer like this."""
+    """Replace the statistics by those in a file that `save` wrote for the same kind of observer."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -116,7 +116,7 @@ def load(observer: Observer, path: str | Path) -> None:
 
 def _is_own(path: Path) -> bool:
     identity = _parse((safetensors_metadata(path) or {}).get("steelyard"))
-    return identity is not None and "updates" in identity  # which the file of a run has not
+    return identity is not None and "updates" in identity  # the file of a run has none
 
 
 _FILE = FileKind("statistics", _is_own, StatisticsError)

@@ -22,24 +22,24 @@ class OptimalOptions(ObserverOptions):
 
     negative_scales: bool = Field(
         default=False,
-        description="let symmetric integer scales be negative, so that the code without a "
-        "positive twin serves whichever side needs it",
+        description="let symmetric integer scales be negative, so that the extra negative code "
+        "can extend either side of the range",
     )
     importance_power: float = Field(
         default=1.0,
         ge=0,
         le=1,
-        description="power of E[x^2] that weights a column; below 1 where few columns have almost "
-        "all importance",
+        description="power of E[x^2] that weights a column; use less than 1 if a few columns have "
+        "almost all importance",
     )
     strict: bool = Field(
-        default=False, description="make unusable importance an error, not a uniform search"
+        default=False, description="raise on unusable importance instead of searching without it"
     )
 
 
 @Observer.register("optimal")
 class OptimalObserver(ImportanceObserver, KeepsWeight):
-    """The stored scale with the least squared error of all, weighted by E[x^2] if gathered."""
+    """The storable scale with the least squared error, weighted by E[x^2] if gathered."""
 
     suits = "weights"
     seconds_per_weight = 45e-9

@@ -1,6 +1,6 @@
-"""Padding is no data: which tokens of a batch are real.
+"""Keeps padding out of statistics.
 
-A padded batch runs under `without_padding(mask)`; observers and hooks take the `real_tokens` of an
+A padded batch runs under `without_padding(mask)`; observers and hooks use the `real_tokens` of an
 activation.
 """
 
@@ -19,9 +19,9 @@ _mask: ContextVar[torch.Tensor | None] = ContextVar("padding", default=None)
 
 @contextmanager
 def without_padding(mask: torch.Tensor | None) -> Iterator[None]:
-    """Keep tokens where `mask` is 0 from every statistic.
+    """Keep tokens where `mask` is 0 out of every statistic.
 
-    mask: (batch, seq), as tokenizers call it `attention_mask`
+    mask: (batch, seq), the tokenizer's `attention_mask`
     """
     if mask is not None and bool(mask.all()):
         mask = None
@@ -33,7 +33,7 @@ def without_padding(mask: torch.Tensor | None) -> Iterator[None]:
 
 
 def padding_mask() -> torch.Tensor | None:
-    """Return the mask of the batch that runs, True where a token is real; None for all."""
+    """Return the mask of the current batch, True for real tokens; None if all are."""
     return _mask.get()
 
 
@@ -55,6 +55,6 @@ def real_tokens(value: torch.Tensor, base_name: str) -> torch.Tensor:
     elif value.shape[0] == mask.numel():  # tokens of all samples in one row
         return value[mask.flatten()]
     raise ValueError(
-        f"a value of shape {tuple(value.shape)} does not match the padding mask "
+        f"a tensor of shape {tuple(value.shape)} does not match the padding mask "
         f"{tuple(mask.shape)}; calibrate without padding"
     )

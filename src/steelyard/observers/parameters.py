@@ -1,4 +1,4 @@
-"""From statistics to `scale`, `zero_point` and `global_scale`."""
+"""Computes `scale`, `zero_point` and `global_scale` from statistics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["ComputesQParams", "QParamsDict"]
 
 
 class QParamsDict(TypedDict):
-    """What `get_qparams` returns."""
+    """Result of `get_qparams`."""
 
     scale: torch.Tensor
     zero_point: torch.Tensor
@@ -59,7 +59,7 @@ class ComputesQParams:
 
         Where fused observers share a scale, all of them must have observed something.
 
-        observed: as in the first generation, observe this first, and return scale and zero point
+        observed: observe this first, and return scale and zero point, as in the first generation
         """
         this = cast("Observer", self)
         if observed is not None:
@@ -100,7 +100,7 @@ class ComputesQParams:
         return global_scale_of(absmax)
 
     def global_absmax(self) -> torch.Tensor:
-        """Return the largest magnitude that the global scale must reach, a scalar."""
+        """Return the largest magnitude that the global scale must represent, a scalar."""
         this = cast("Observer", self)
         if this.calculates:
             return this.absmax
@@ -127,5 +127,5 @@ def _require_statistics(observer: Observer, asked_by: Observer) -> None:
         )
     raise NoStatisticsError(
         f"No statistics available for {observer.label}, which is fused with {asked_by.label}: "
-        "observe all of them before asking any for parameters"
+        "observe all of them before calling get_qparams"
     )

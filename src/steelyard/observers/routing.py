@@ -1,9 +1,9 @@
-"""Where the experts of a layer get their inputs, all at once.
+"""A hook point for the inputs of all experts of a layer.
 
-A router sends each token to a few experts. So an expert sees other tokens than its neighbour, in
-some batches none, and each with a weight: that of its output in the sum over experts. A module that
-routes calls a `RoutingPoint` once for each batch, with the inputs of all its experts, before any
-of them runs. Who observes experts looks there, instead of at each Linear.
+A router sends each token to a few experts, with a weight for each expert's output, so experts get
+different tokens and in some batches none. A module that routes calls a `RoutingPoint` once per
+batch, with the inputs of all its experts, before any of them runs. Experts are observed there, not
+at each Linear.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ __all__ = ["RoutedInputs", "RoutingPoint", "routing_points"]
 
 
 class RoutedInputs:
-    """Inputs of the experts of a layer in one batch; made when they are asked for.
+    """Inputs of the experts of a layer in one batch, computed lazily.
 
-    shape:    of the tensor that was routed
-    tokens:   of an expert: (tokens, features), without padding; None if it gets none
-    weights:  of an expert: (tokens,), by which its output is multiplied; None where it is not
-    everyone: of an expert: what all tokens of the batch would be there, without padding; None where
+    shape:    of the routed tensor
+    tokens:   expert -> its inputs, (tokens, features), without padding; None if it gets none
+    weights:  expert -> (tokens,), the factors on its output; None for 1
+    everyone: expert -> its inputs if it got all tokens of the batch, without padding; None where
               ranges need not cover them
     """
 
@@ -40,22 +40,22 @@ class RoutedInputs:
 
 
 class RoutingPoint(Module):
-    """Called with the `RoutedInputs` of each batch; forward hooks on it see them.
+    """Called with the `RoutedInputs` of each batch, for forward hooks to observe.
 
-    linears: of each expert, the layers that get its input
+    linears: per expert, the layers that get its input
     """
 
     linears: tuple[tuple[Linear, ...], ...]
 
     def __init__(self, linears: Sequence[tuple[Linear, ...]]) -> None:
         super().__init__()
-        self.__dict__["linears"] = tuple(linears)  # not its children: they have their own place
+        self.__dict__["linears"] = tuple(linears)  # not as children: they already are elsewhere
 
     def forward(self, inputs: RoutedInputs) -> None:
         """Do nothing."""
 
 
 def routing_points(root: Module) -> Iterator[RoutingPoint]:
-    """Yield the points within a module, in the order in which they are called."""
+    """Yield the points within a module, in call order."""
     for module in root.modules():
         yield from module.__dict__.get("routing_points", ())

@@ -1,9 +1,8 @@
-"""A search whose answer depends on a scale that fused partners decide.
+"""Searches whose result depends on a scale shared with fused partners.
 
 NVFP4's local scales are stored relative to a global one, and fused layers share that. A weight is
-searched with its own global scale when it is observed; should its partners turn out to need
-another, the search is repeated when parameters are asked for. Until then the observer holds a
-reference to the weight.
+searched with its own global scale when it is observed; if its partners need another, `get_qparams`
+repeats the search. Until then the observer holds a reference to the weight.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ __all__ = ["KeepsWeight", "SearchObserver"]
 
 
 class SearchObserver(Observer):
-    """Base of observers that search; knows the largest magnitude, which sets the global scale."""
+    """Base of observers that search; keeps the largest magnitude, which sets the global scale."""
 
     _statistics: ClassVar[tuple[str, ...]] = ("min_vals", "max_vals", "absmax")
 
     absmax: torch.Tensor
-    """Largest magnitude observed: the global scale belongs to it, not to the chosen range."""
+    """Largest magnitude observed: it sets the global scale, not the chosen range."""
 
     def own_absmax(self, observed: torch.Tensor) -> torch.Tensor:
         low, high = self.range_of(observed)
@@ -63,7 +62,7 @@ class KeepsWeight(SearchObserver):
         found = self.search(observed, self.own_global_scale(absmax), importance)
         self.remember(observed, *found)
         self.absmax = absmax
-        # only a fused weight can turn out to need another global scale than its own
+        # only a fused weight may need another global scale than its own
         fusible = self.args.strategy == "tensor_group" and self.base_name == "weight"
         self._kept = _Kept(observed, importance) if fusible else None
 
@@ -73,7 +72,7 @@ class KeepsWeight(SearchObserver):
 
     @abstractmethod
     def remember(self, observed: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> None:
-        """Set the statistics from what `search` returned."""
+        """Set the statistics from the result of `search`."""
         raise NotImplementedError
 
     def searched_again(
@@ -81,7 +80,7 @@ class KeepsWeight(SearchObserver):
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Search again with a shared global scale; None if it is this weight's own.
 
-        Statistics from a file come without the weight, so they are not searched again.
+        Statistics from a file have no weight to search again.
         """
         if self._kept is None or global_scale is None:
             return None
@@ -106,13 +105,13 @@ class _Kept:
     def read(self, label: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self._now() != self._version:
             raise StatisticsError(
-                f"{label} was modified after it was observed, and its fused partners call for "
-                "another search: ask for parameters before modifying the weight"
+                f"{label} was modified after it was observed, and its fused partners require "
+                "another search: call get_qparams before modifying the weight"
             )
         return self._observed, self._importance
 
     def __getstate__(self) -> dict[str, object]:
-        # the version of a copied tensor starts again
+        # the version counter of a copied tensor starts again at zero
         return {**self.__dict__, "_version": None if self._now() == self._version else -1}
 
     def __setstate__(self, state: dict[str, object]) -> None:

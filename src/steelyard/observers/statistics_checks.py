@@ -1,4 +1,4 @@
-"""Checks of statistics from a file or another rank: values that no observer computes."""
+"""Checks of statistics from a file or another rank, against values that no observer computes."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def check_statistics(
     tensors: Mapping[str, torch.Tensor],
     origin: str,
 ) -> None:
-    """Refuse negative counts, values that are not finite, and ranges whose minimum is above.
+    """Reject negative counts, non-finite values, and ranges with a minimum above the maximum.
 
-    observer: the one that will hold them
+    observer: the one to hold them
     about:    its identity and counts
     origin:   the file
     """

@@ -1,8 +1,7 @@
 """The steps of calibration, one function each, on modules that carry a quantization scheme.
 
-compressed-tensors has put the scheme and empty parameters (`weight_scale`, ...) on a module. An
-observer is added to the module as `weight_observer`, `input_observer` and so on, while calibration
-lasts.
+compressed-tensors puts the scheme and empty parameters (`weight_scale`, ...) on a module. During
+calibration, the module has observers as `weight_observer`, `input_observer` and so on.
 """
 
 from __future__ import annotations
@@ -50,9 +49,9 @@ def observer_of(module: Module, base_name: str) -> Observer | None:
 
 
 def initialize_observer(module: Module, base_name: str) -> None:
-    """Put the observer that the scheme names on `module`; dynamic values need none.
+    """Add the observer that the scheme names to `module`; dynamic values need none.
 
-    Where the scheme names none, it is the default of `steelyard.names`.
+    If the scheme names none, use the default of `steelyard.names`.
     """
     args = args_for(module, base_name)
     if args is None or args.dynamic is True:
@@ -138,5 +137,5 @@ def reset_quantization_status(model: Module) -> None:
 
 
 def _modules(given: Module | Iterable[Module]) -> Iterable[Module]:
-    # a ModuleList is a module and an iterable; take it as the module
+    # a ModuleList is a module and an iterable; treat it as the module
     return [given] if isinstance(given, Module) else given

@@ -1,4 +1,4 @@
-"""Checks of an observer: types that no format stores, tensors without usable values."""
+"""Checks of an observer's type and values: types that no format stores, tensors it cannot use."""
 
 from __future__ import annotations
 
@@ -20,16 +20,14 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def check_type(args: QuantizationArgs) -> None:
-    """Refuse types that no stored format holds, before anything is observed."""
+    """Reject types that no format stores, before anything is observed."""
     if args.type == "int" and not 2 <= args.num_bits <= 8:
-        raise StrategyError(f"integers of 2 to 8 bits can be quantized to, not {args.num_bits}")
+        raise StrategyError(f"integers must have 2 to 8 bits, got {args.num_bits}")
     if args.type == "float":
         try:
             quantized_range(args)
         except NotImplementedError:
-            raise StrategyError(
-                f"floats of 4 and 8 bits can be quantized to, not {args.num_bits}"
-            ) from None
+            raise StrategyError(f"floats must have 4 or 8 bits, got {args.num_bits}") from None
         if not args.symmetric and (args.num_bits != 8 or is_mx(args)):
             raise StrategyError(
                 f"a {args.num_bits}-bit float has no zero point here: set symmetric=True"
@@ -47,7 +45,7 @@ def check_type(args: QuantizationArgs) -> None:
 
 
 def as_floats(observed: torch.Tensor, label: str) -> torch.Tensor:
-    """Return a value as floats; integers are taken as their values, codes of floats are refused."""
+    """Return a value as floats; converts integers and rejects codes of floats."""
     if observed.ndim == 0:
         raise StrategyError(f"{label}: cannot observe a single number; give it dimensions first")
     if observed.dtype in _INTEGERS:
