@@ -1,14 +1,14 @@
 """Runs the layers of a model one at a time, each over all batches.
 
-What a layer is called with is learned from the model's own forward. It runs with a stub in the
-place of every layer, which records the arguments of the call. A layer whose output is at hand
-gives that; any other gives stand-ins, which the forward may pass on to the next layer but not
-compute with (`placeholders`). Where it does, the forward ends; it runs again once the layers whose
-values it needs have run. So one forward records the calls of a whole decoder, two those of a
-vision tower and a decoder, and a model that changes the hidden state between two layers needs one
-more. Nothing is traced: what runs between the layers is the model's own code.
+The model's own forward determines the arguments of each layer. It runs with a stub in place of
+every layer, which records the call. A stub returns the layer's output if it is known, else
+placeholders, which the forward may pass to the next layer but not compute with (`placeholders`).
+If it does, the forward stops; it runs again once the layers whose values it needs have run. So one
+forward records the calls of a whole decoder, two those of a vision tower and a decoder, and a model
+that changes the hidden state between two layers needs one more. Nothing is traced: between the
+layers, the model's own code runs.
 
-Only the outputs that are needed again are kept.
+Outputs are kept only while they are needed.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ __all__ = ["Batch", "LayerSequence"]
 
 @dataclass(frozen=True)
 class Call:
-    """Arguments of one layer; a `Ref` stands for what another layer returns.
+    """Arguments of one layer; a `Ref` stands for the output of another layer.
 
-    assumed: what the forward was told that the layer returns
+    assumed: structure of the output that the stub returned for the layer
     """
 
     args: tuple[Any, ...]
@@ -61,12 +61,12 @@ class Call:
 
 @dataclass
 class Batch:
-    """One batch: what the model is called with, and how far it has come.
+    """One batch: the model's inputs, and the state of its forward.
 
-    outputs: layer -> what it returned, where that is needed again
-    calls:   layer -> its arguments, for those that have yet to run
-    needed:  layers whose values the forward computes with, besides passing them on
-    waiting: layers whose values it cannot continue without; None when it came to its end
+    outputs: layer -> its output, while that is needed
+    calls:   layer -> its arguments, for layers that have yet to run
+    needed:  layers whose values the forward computes with
+    waiting: layers whose values it needs to continue; None when it has finished
     """
 
     inputs: Mapping[str, torch.Tensor]
@@ -76,7 +76,7 @@ class Batch:
     waiting: set[int] | None = field(default_factory=set)
 
     def due(self, index: int) -> bool:
-        """Whether the forward can tell more, of `index` or layers after it."""
+        """Whether another forward can record calls of `index` or later layers."""
         missing = index not in self.calls and self.waiting is not None
         return missing and all(layer < index for layer in self.waiting or ())
 
@@ -84,9 +84,9 @@ class Batch:
 class LayerSequence:
     """Runs the layers of a model one at a time over all batches, while it is entered.
 
-    structures: what each layer returned
-    is_stateful: whether layers hand on values in an object that they change, such as Gemma 4's
-                 shared keys and values; files do not hold it, so that a run cannot resume
+    structures: structure of each layer's output
+    is_stateful: whether layers pass values in an object that they modify, such as Gemma 4's shared
+                 keys and values; it is not saved to files, so the run cannot resume
     """
 
     def __init__(self, model: Any) -> None:
@@ -122,15 +122,15 @@ class LayerSequence:
 
     @torch.no_grad()
     def advance(self, batch: Batch, done: int) -> None:
-        """Record the calls of layers from `done` on, as far as the outputs before them allow.
+        """Record the calls of layers from `done` on, as far as known outputs allow.
 
-        The parameters outside of the layers must be in memory.
+        The parameters outside the layers must be in memory.
         """
         versions = None if self._checked else _versions(self.model)
         self._forward(batch, done, f"the modules around {self.name(min(done, len(self) - 1))}")
         if versions is not None and versions != _versions(self.model):
             raise PipelineError(
-                f"{type(self.model).__name__} changes its own weights when it runs, so they no "
+                f"{type(self.model).__name__} changes its own weights in its forward, so they no "
                 f"longer match the checkpoint; {WITHOUT_DATA}"
             )
         self._checked = True
@@ -160,12 +160,12 @@ class LayerSequence:
         return found
 
     def put(self, index: int, batch: Batch, output: Any) -> None:
-        """Take what a layer returned, and forget the outputs that nothing needs any more."""
+        """Store the output of a layer, and drop outputs that are no longer needed."""
         structure = structure_of(output, self.input(index, batch), self.name(index))
         call = batch.calls.pop(index)
         self.structures[index] = structure
         batch.outputs[index] = output
-        if structure != call.assumed:  # so the calls after it were recorded with a wrong stand-in
+        if structure != call.assumed:  # later calls were recorded with a wrong placeholder
             batch.calls.clear()
             batch.waiting = {index}
             batch.needed.add(index)
@@ -179,7 +179,7 @@ class LayerSequence:
         return self._forward(batch, len(self), f"the modules after {self.name(len(self) - 1)}")
 
     def _forward(self, batch: Batch, done: int, where: str) -> Any:
-        """Run the model's forward with stubs for layers; again while it needs outputs at hand."""
+        """Run the model's forward with stubs for layers; again while it needs known outputs."""
         while True:
             batch.calls.clear()
             replay = _Replay(self, batch, done)
@@ -206,7 +206,7 @@ class LayerSequence:
         )
 
     def guess(self, index: int) -> Structure:
-        """Return what a layer returned, or what the last layer of its class did."""
+        """Return the output structure of a layer, or that of the last layer of its class."""
         kind = type(self.modules[index])
         alike = [i for i in range(index, -1, -1) if type(self.modules[i]) is kind]
         return next((self.structures[i] for i in alike if i in self.structures), "hidden")
@@ -232,7 +232,7 @@ class LayerSequence:
 
 
 class _Replay:
-    """One run of the model's forward with stubs in the place of layers."""
+    """One run of the model's forward with stubs in place of layers."""
 
     def __init__(self, sequence: LayerSequence, batch: Batch, done: int) -> None:
         self.sequence = sequence
@@ -263,7 +263,7 @@ class _Replay:
         return filled(structure, leaf)
 
     def held(self) -> set[int]:
-        """Return the layers whose stand-ins the forward still holds, so that it may use them."""
+        """Return the layers whose placeholders the forward still holds and may use."""
         alive = (ref() for ref in self._given)
         layers = {each.ref.layer for each in alive if each is not None}
         return {i for i in layers if i >= self.done or i in self.batch.outputs}
@@ -275,7 +275,7 @@ class _Replay:
 
 
 def _copied(value: Any) -> Any:
-    """Return a copy of a tensor, since the model's code may change what it is given."""
+    """Return a copy of a tensor, since the model's code may modify its arguments."""
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 

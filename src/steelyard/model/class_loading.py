@@ -1,8 +1,8 @@
 """Checks whether transformers can load a quantized checkpoint, before and after it is written.
 
 The model class is built on the meta device from the written config. Every tensor of the files needs
-a place in the class, every parameter needs a tensor unless it is tied, and the class must
-initialize without the weights that are packed. Only names, types and shapes are read.
+a parameter of the class, every parameter needs a tensor unless it is tied, and the class must
+initialize without the packed weights. Only names, types and shapes are read.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def loading_problems(config: Mapping[str, Any], tensors: Specs) -> list[str]:
 
     config: content of config.json, with its quantization_config
 
-    Returns none for a model that transformers does not know: there is no class to compare with.
+    Empty for a model that transformers does not know: there is no class to compare with.
     """
     tensors = dict(sorted(tensors.items()))  # the same sentences for any order of files
     try:
@@ -67,7 +67,7 @@ def loading_problems(config: Mapping[str, Any], tensors: Specs) -> list[str]:
             quantizer._convert_model_for_quantization(model)
         known = ModelClass(model, {_plain(name) for name in tensors})
         places = known.find_places(tensors, quantizer)
-    except Exception as error:  # conversions that were not made for quantized weights
+    except Exception as error:  # conversions that do not support quantized weights
         problems = [
             f"cannot load quantized weights of a {type(model).__name__} ({reason_of(error)}); "
             "vLLM loads models with its own classes, where it has one"
@@ -123,7 +123,7 @@ def _places(
     places: Mapping[str, str],
     converted: Mapping[str, str],
 ) -> Iterator[str]:
-    """Yield tensors without a place in the class, and places without a tensor."""
+    """Yield tensors without a parameter in the class, and parameters without a tensor."""
     expected: dict[str, tuple[int, ...]] = {n: tuple(t.shape) for n, t in known.tensors.items()}
     for name, scheme in schemes.items():
         weight: Any = known.modules[name].weight
@@ -149,7 +149,7 @@ def _places(
     if experts:
         never = {*cut, *flat, *converted.keys() & set(stray)}  # in whatever format
         remedy = "Ignored, they load" if never.issuperset(experts) else _LOADS
-        kind = "experts" if "expert" in experts[0] else "layers that its class joins"
+        kind = "experts" if "expert" in experts[0] else "layers that its class concatenates"
         yield (
             f"does not load {kind} as they are stored here, such as "
             f"{experts[0].rpartition('.')[0]}, and would load wrong values. vLLM's own "
@@ -158,7 +158,7 @@ def _places(
     ours = {name for name in tensors if _plain(name) in known.places}
     others = [name for name in stray if name in ours]
     if others:
-        yield f"has no place for {_some(others)}. {_LOADS}; or ignore the module"
+        yield f"has no parameter for {_some(others)}. {_LOADS}; or ignore the module"
     unfilled = [n for n in known.unfilled(expected, places, converted) if n not in set(gone)]
     if unfilled and not experts:
         yield (
@@ -174,7 +174,7 @@ def _places(
 
 
 def _restacked_scales(known: ModelClass, converted: Mapping[str, str]) -> list[str]:
-    """Return the scales of layers that the class joins in a matrix, but decodes to a stack."""
+    """Return the scales of layers that the class concatenates but decodes to a stack."""
     scales = [name for name in converted if name.endswith(f".{SCALE}")]
     counts = Counter(converted[name] for name in scales)
     flat = {p for p in counts if p in known.tensors and known.tensors[p].ndim == 2}

@@ -1,4 +1,4 @@
-"""Checks that a source's files hold the whole model, without an unmerged adapter beside them.
+"""Checks that a source's files hold the whole model, without an unmerged adapter.
 
 A data-free run copies the tensors that it finds. Layers missing in the source would be missing in
 the output, and a server may initialize them randomly without a warning.
@@ -49,7 +49,7 @@ def _adapters(view: CheckpointView) -> Iterator[str]:
     found = [name for name in _ADAPTER if (view.folder / name).exists()]
     if found:
         yield (
-            f"{view.folder} holds an adapter ({', '.join(found)}), which would not be in the "
+            f"{view.folder} holds an adapter ({', '.join(found)}), which would be missing in the "
             "output: merge it into the model first (peft's merge_and_unload), or move it away"
         )
 
@@ -76,7 +76,7 @@ def _is_elsewhere(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _stated_layers(view: CheckpointView) -> Iterator[str]:
-    """Yield an error if config.json states more layers than the tensor names show."""
+    """Yield an error if config.json states more layers than the files hold."""
     stated = view.text_config.get("num_hidden_layers")
     found: dict[str, set[int]] = {}
     for name in view.names():

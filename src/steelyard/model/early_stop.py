@@ -16,10 +16,10 @@ class StopForward(Exception):
 
 
 class StopAfter:
-    """Ends each pass through `layer` once all `modules` were called.
+    """Ends each pass through `layer` once all `modules` have been called.
 
-    The first pass runs to its end, to check that every module is called exactly once; if not, no
-    pass is ended early.
+    The first pass runs to its end, to check that every module is called exactly once; if not, all
+    passes do.
     """
 
     def __init__(self, layer: Module, modules: Iterable[Module]) -> None:

@@ -1,8 +1,8 @@
 """The experts of a layer as Linear layers, one for each expert and projection.
 
-transformers stacks the experts of a layer in 3-D parameters. Recipes, observers and servers know
-Linear layers, so `Experts` takes the place of such a module and computes the same: for each expert
-its own tokens, through `gate_proj` and `up_proj`, the gate of the original class, and `down_proj`.
+transformers stacks the experts of a layer in 3-D parameters. Recipes, observers and servers work on
+Linear layers, so `Experts` replaces such a module and computes the same: it passes the tokens of
+each expert through `gate_proj` and `up_proj`, the gate of the original class, and `down_proj`.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Expert(Module):
 class Experts(Module):
     """The experts of a layer, as children "0", "1" and so on.
 
-    gate:   of the original class: what enters `down_proj`, given the outputs of `entries`
+    gate:   of the original class; maps the outputs of `entries` to the input of `down_proj`
     scaled: whether the router scales inputs, and sends each expert a row for every token, as in
             Llama 4; else it scales outputs
 
-    all_tokens: whether ranges of inputs cover all tokens, wherever the router sends them
+    all_tokens: whether input ranges cover all tokens, not only those routed to the expert
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Experts(Module):
         batch = self._routed(hidden_states, *routing, *named.values())
         entry, middle = self.__dict__["routing_points"]
         entry(self._inputs(batch, batch.tokens, lambda _, x: x))
-        inner: dict[int, torch.Tensor] = {}  # expert -> what enters `down_proj`
+        inner: dict[int, torch.Tensor] = {}  # expert -> input of `down_proj`
         for number in range(len(self)):
             if (x := batch.tokens(number)) is not None:
                 inner[number] = self._inner(number, x)
@@ -97,7 +97,7 @@ class Experts(Module):
         return expert
 
     def _inner(self, number: int, x: torch.Tensor) -> torch.Tensor:
-        sample = x[None]  # compressed-tensors takes scales of tokens from (samples, tokens, hidden)
+        sample = x[None]  # compressed-tensors expects (samples, tokens, hidden) for token scales
         return self._gate(tuple(linear(sample)[0] for linear in self._expert(number).entries))
 
     def _routed(self, hidden: torch.Tensor, *routing: torch.Tensor) -> _Batch:
@@ -106,7 +106,7 @@ class Experts(Module):
             places = [(index == number).nonzero(as_tuple=True) for number in range(len(self))]
             rows = [tokens for tokens, _ in places]
             return _Batch(hidden, rows, [weights[place] for place in places], hidden)
-        each = hidden.view(len(self), -1, hidden.shape[-1])  # a row of zeros: not sent there
+        each = hidden.view(len(self), -1, hidden.shape[-1])  # a row of zeros: not routed there
         count = each.shape[1]
         sent = each.ne(0).any(-1)
         rows = [sent[number].nonzero()[:, 0] + number * count for number in range(len(self))]
@@ -122,7 +122,7 @@ class Experts(Module):
     ) -> RoutedInputs:
         """Return the inputs of all experts at one point, without padding.
 
-        inner: what enters an expert there, given its tokens
+        inner: maps an expert's tokens to its inputs there
         """
         mask = padding_mask()
         mask = None if mask is None else mask.flatten().to(batch.hidden.device)
@@ -145,11 +145,11 @@ class Experts(Module):
 
 @dataclass(frozen=True)
 class _Batch:
-    """Where the router sends the tokens of a batch.
+    """The routing of one batch.
 
-    rows:     of each expert, rows of `hidden`
-    weights:  of each expert, one for each row; None where inputs are scaled
-    everyone: one row for each token, as large as it gets in any expert
+    rows:     per expert, its rows of `hidden`
+    weights:  per expert, one for each row; None where inputs are scaled
+    everyone: one row per token, scaled by the largest weight of any expert
     """
 
     hidden: torch.Tensor

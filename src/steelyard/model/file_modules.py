@@ -2,7 +2,7 @@
 
 Where transformers has the model class, the class decides what each tensor belongs to. Otherwise,
 and for tensors outside the class, the type is inferred from the name: a 2-D `weight` belongs to a
-Linear unless the name says embedding, router or norm, or the shape of the bias shows a transposed
+Linear unless the name says embedding, router or norm, or the shape of the bias implies a transposed
 weight. The plan lists the inferred modules.
 """
 

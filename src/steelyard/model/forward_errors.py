@@ -19,7 +19,7 @@ WITHOUT_DATA = (
     "a scheme that needs no calibration data, such as FP8_DYNAMIC, works from the files alone"
 )
 _PACKAGE = str(Path(__file__).parents[1])
-_STUBS = str(Path(__file__).with_name("blocks.py"))  # which layers are called through
+_STUBS = str(Path(__file__).with_name("blocks.py"))  # layers are called through it
 
 
 @contextlib.contextmanager
@@ -30,9 +30,9 @@ def forward_errors(
 
     Our own errors and out-of-memory errors pass unchanged.
 
-    where:   the part of the model that runs
-    remedy:  a clause that says what to do
-    passing: exceptions that pass unchanged, too
+    where:   the modules that run, for the message
+    remedy:  a clause of the message
+    passing: other exceptions that pass unchanged
     """
     try:
         yield

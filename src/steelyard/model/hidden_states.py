@@ -58,7 +58,7 @@ def load_hidden(sequence: LayerSequence, batches: Named, paths: Iterable[Path]) 
                 missing.remove(name)
     if missing:
         raise CheckpointError(
-            f"the unfinished run kept no hidden states for {len(missing)} of {len(batches)} "
+            f"the unfinished run saved no hidden states for {len(missing)} of {len(batches)} "
             "batches; start anew with resume=False"
         )
 

@@ -1,4 +1,4 @@
-"""What a model is called with: the tensors of a sample, and options that switch its cache off."""
+"""The arguments of a model's forward: tensors of a sample, and options that disable its cache."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def accepted_inputs(model: Any) -> set[str]:
-    """Return the names that the forward of a model takes, or that of a part it hands them to."""
+    """Return the names that the forward of a model accepts, or a submodule it passes them to."""
     parts = [model, *(m for m in model.children() if hasattr(m, "config"))]
     return {name for part in parts for name in _parameters(part)}
 
 
 def check_inputs(model: Any, inputs: Mapping[str, torch.Tensor], where: str) -> None:
-    """Raise a DataError for inputs that the model's forward does not take, or that it lacks.
+    """Raise a DataError for inputs that the model's forward does not accept, or that are missing.
 
     where: the sample, for messages
     """
@@ -42,8 +42,9 @@ def check_inputs(model: Any, inputs: Mapping[str, torch.Tensor], where: str) -> 
     for name in inputs:
         if name not in accepted:
             raise DataError(
-                f"{where}: {name} {tuple(inputs[name].shape)} is nothing that the forward of "
-                f"{kind} takes; remove it from the data. {nearest(name, sorted(accepted))}"
+                f"{where}: the forward of {kind} does not accept {name} "
+                f"{tuple(inputs[name].shape)}; remove it from the data. "
+                f"{nearest(name, sorted(accepted))}"
             )
     needed = [n for n, p in _parameters(model).items() if p.default is inspect.Parameter.empty]
     missing = [name for name in needed if name not in inputs]
@@ -64,7 +65,7 @@ def call_options(model: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def without_cache(model: Any) -> Iterator[None]:
-    """Switch caches off in the configs of the model and its parts; restore them on exit."""
+    """Disable caches in the configs of the model and its submodels; restore them on exit."""
     configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
     using = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
     try:
@@ -92,13 +93,13 @@ def hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 def padding_mask(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-    """Return the mask of padding of a whole model's input; None without padding."""
+    """Return the padding mask of a model's input; None without padding."""
     masks = [inputs[name] for name in _MASKS if name in inputs and not bool(inputs[name].all())]
     return masks[0] if masks else None
 
 
 def padding_of(inputs: Mapping[str, torch.Tensor], hidden: torch.Tensor) -> torch.Tensor | None:
-    """Return the mask of padding that belongs to hidden states, (batch, seq); None without one."""
+    """Return the padding mask of hidden states, (batch, seq); None without one."""
     for name in _MASKS:
         mask = inputs.get(name)
         if mask is not None and mask.shape == hidden.shape[:2]:

@@ -28,7 +28,7 @@ _ROUTER = re.compile(r"(^|\.)(gate|router|wg|shared_expert_gate)$|(^|\.)router\.
 
 
 def is_router(name: str) -> bool:
-    """Whether a module sends tokens to experts: small, and sensitive to quantization."""
+    """Whether a module routes tokens to experts: small, and sensitive to quantization."""
     return _ROUTER.search(name) is not None
 
 

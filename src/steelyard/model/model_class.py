@@ -29,12 +29,12 @@ class NoModelClass(Exception):
 
 
 class ModelClass:
-    """A transformers model without weights, and where a checkpoint's tensors go in it.
+    """A transformers model without weights, and the map from a checkpoint's tensors to its own.
 
     model:     on the meta device
     tensors:   name -> meta tensor, for the whole state dict
     places:    tensor of the files -> tensor of the class, where they are identical
-    converted: the same, where the class joins or splits tensors, such as experts
+    converted: the same, where the class concatenates or splits tensors, such as experts
     """
 
     def __init__(self, model: Any, names: Iterable[str]) -> None:
@@ -108,7 +108,7 @@ class ModelClass:
         return isinstance(self.modules.get(name), Linear) and self.is_called(name)
 
     def missing(self) -> list[str]:
-        """Return the parameters of the class that no tensor fills, directly or by a tie.
+        """Return the parameters of the class that no tensor fills, directly or by tying.
 
         Excludes those that the class allows to be missing.
         """
@@ -130,8 +130,8 @@ class ModelClass:
     def _converted_to(self, converted: Mapping[str, str]) -> set[str]:
         """Return the tensors of the class that converted ones fill.
 
-        transformers names only the first of several, and which others a split fills depends on
-        values, so all parameters of the same module count.
+        transformers names only the first tensor of a split, and the others depend on values, so all
+        parameters of the same module count.
         """
         owners = {place.rpartition(".")[0] for place in converted.values()}
         nearest = {owner.rpartition(".")[0] for owner in owners}
@@ -238,7 +238,7 @@ class _quiet:
 
 
 def stated_layers(config: Mapping[str, Any]) -> int:
-    """Return the largest number of layers that a config states for the model or a part of it."""
+    """Return the largest number of layers that a config states for the model or a submodel."""
     parts = _parts(config)
     keys = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "depth")
     counts = [part.get(key) for part in parts for key in (*keys, "decoder_layers")]

@@ -15,10 +15,10 @@ _OTHER_KINDS = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx
 
 
 def model_folder(model: Any, revision: str | None = None) -> Path:
-    """Return the folder of a model; download one of the hub, only its safetensors weights."""
+    """Return the folder of a model; download a hub model, with its safetensors weights only."""
     if not isinstance(model, (str, Path)):
         raise PipelineError(
-            f"model is a {type(model).__name__}; give a folder, a name on the hub, or a model"
+            f"model is a {type(model).__name__}; pass a folder, a name on the hub, or a model"
         )
     folder = Path(model)
     if folder.is_dir():
@@ -34,7 +34,7 @@ def model_folder(model: Any, revision: str | None = None) -> Path:
 
 
 def model_name(model: Any) -> str:
-    """Return what to call a model: its name on the hub, or that of its folder or class."""
+    """Return a model's name on the hub, or the name of its folder or class."""
     given = getattr(model, "name_or_path", "") if isinstance(model, Module) else str(model)
     if not given:
         return type(model).__name__

@@ -1,6 +1,6 @@
-"""Stand-ins for the outputs of layers that did not run yet, or whose outputs are gone.
+"""Placeholders for the outputs of layers that have not run yet, or whose outputs were freed.
 
-A model's forward may pass a stand-in on to the next layer, and ask for its shape or type. Anything
+A model's forward may pass a placeholder to the next layer, and read its shape or type. Anything
 else needs the values, and raises `Touched`: the forward cannot continue without them.
 """
 
@@ -28,10 +28,10 @@ __all__ = [
 ]
 
 Place = tuple[int | str, ...]
-"""Where a tensor is in what a layer returns."""
+"""Path of a tensor within the output of a layer."""
 
 Structure = Any
-"""What a layer returns, in JSON's types: "hidden", "tensor", None, or a list or dict of these."""
+"""Output of a layer, in JSON's types: "hidden", "tensor", None, or a list or dict of these."""
 
 _PROPERTIES = ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "requires_grad", "is_meta")
 _ASKING = {
@@ -42,7 +42,7 @@ _ASKING = {
 
 
 class Touched(Exception):
-    """The forward needs values of layers; `layers` are their numbers."""
+    """The forward needs values of layers; `layers` are their indices."""
 
     def __init__(self, layers: set[int]) -> None:
         super().__init__(f"values of layers {sorted(layers)} are needed")
@@ -51,7 +51,7 @@ class Touched(Exception):
 
 @dataclass(frozen=True)
 class Ref:
-    """A tensor that a layer returns: the number of the layer, and the place in its output."""
+    """A tensor that a layer returns: the index of the layer, and the path in its output."""
 
     layer: int
     place: Place
@@ -115,7 +115,7 @@ def structure_of(output: Any, hidden: torch.Tensor, where: str) -> Structure:
 def filled(structure: Structure, leaf: Callable[[Place, str], Any]) -> Any:
     """Return an output of the given structure.
 
-    leaf: returns the tensor at a place, which is "hidden" or "tensor"
+    leaf: returns the tensor for a path and its kind, "hidden" or "tensor"
     """
 
     def at(part: Structure, place: Place) -> Any:
@@ -145,7 +145,7 @@ def replaced(value: Any, by: Callable[[Any], Any]) -> Any:
 
 
 def places_in(value: Any, place: Place = ()) -> Iterator[tuple[Place, torch.Tensor]]:
-    """Yield the tensors of a nested value, each with its place."""
+    """Yield the tensors of a nested value, each with its path."""
     if isinstance(value, torch.Tensor):
         yield place, value
     elif isinstance(value, (tuple, list, dict)):
@@ -154,7 +154,7 @@ def places_in(value: Any, place: Place = ()) -> Iterator[tuple[Place, torch.Tens
 
 
 def first_tensor(value: Any) -> Any:
-    """Return the first tensor of what a layer returns: the hidden state; None if there is none."""
+    """Return the first tensor of a layer's output, the hidden state; None if there is none."""
     return next((tensor for _, tensor in places_in(value)), None)
 
 

@@ -1,4 +1,4 @@
-"""The type that a model computes in, which need not be the one that its weights are stored in."""
+"""The type that a model computes in, which may differ from the stored type of its weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def computing_in(
 
     dtype:   None casts nothing
     scales:  cast quantization parameters too
-    without: modules within it that are not cast
+    without: modules within it to leave uncast
     """
     excluded = {parameter for each in without for parameter in each.parameters()}
     kept: list[tuple[Parameter, torch.Tensor]] = []
@@ -75,9 +75,9 @@ def rounded_once(modules: Iterable[Module], dtype: torch.dtype | None = None) ->
 
 
 def fast_dtype(stored: torch.dtype, device: torch.device) -> torch.dtype | None:
-    """Return a wider type that makes a forward pass faster: fp32 on a CPU without matrix units.
+    """Return a wider type that makes a forward pass faster, or None for the stored type.
 
-    None: compute in the stored type.
+    It is fp32 on a CPU without matrix units.
     """
     if device.type != "cpu" or stored.itemsize >= torch.float32.itemsize:
         return None

@@ -13,7 +13,7 @@ __all__ = ["restored_on_error"]
 
 @contextlib.contextmanager
 def restored_on_error(model: Any) -> Iterator[None]:
-    """On an error, undo what was attached to modules (schemes, parameters, hooks, forwards)."""
+    """On an error, remove everything attached to modules: schemes, parameters, hooks, forwards."""
     before = [(module, _shallow(module)) for module in model.modules()]
     attention = getattr(model.config, "_attn_implementation", None)
     try:

@@ -1,7 +1,7 @@
 """Builds a model class without weights, and maps its tensors to those of the files.
 
-The class may use other names than the files, and may join several tensors in one. transformers
-itself maps each tensor back to the names under which it would be saved.
+The class may use other names than the files, and may concatenate several tensors. transformers
+itself maps each tensor back to the names it would save it as.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from steelyard.model.unstacking import unstack
 
 __all__ = ["build_skeleton", "own_buffers", "parts_of", "saved_as"]
 
-MORE, SPARE = 4, 100_000  # parameters that a model may have: for each tensor of the files, and more
+MORE, SPARE = 4, 100_000  # most parameters of a model: MORE per tensor of the files, plus SPARE
 _LAYERS = re.compile(r"^(n|num)_(\w+_)?(layers?|blocks)$|^(en|de)coder_layers$")
 
 
 def build_skeleton(
     folder: Path, shards: CheckpointView, trust_remote_code: bool
 ) -> tuple[Any, dict[str, str], dict[str, list[str]]]:
-    """Return the model, its tensors with one name in the files, and those joined from several.
+    """Return the model, its tensors with one name in the files, and those made of several.
 
-    Stacked experts become Linear layers, each with tensors of its own. A model that cannot be
-    filled tensor by tensor is loaded as a whole.
+    Stacked experts become Linear layers, each with its own tensors. A model that cannot be filled
+    tensor by tensor is loaded as a whole.
     """
     skeleton = _skeleton(folder, shards, trust_remote_code)
     stored = {tensor: name for stack in unstack(skeleton) for tensor, name in stack.keys.items()}
@@ -61,7 +61,7 @@ def _skeleton(folder: Path, shards: CheckpointView, trust_remote_code: bool) -> 
         make = _maker(config, shards, trust_remote_code)
         with parameters_on_meta(limit=MORE * len(shards) + SPARE):
             if _has_sdpa(config, shards):
-                with contextlib.suppress(ValueError):  # a part of the model may not have it
+                with contextlib.suppress(ValueError):  # a submodel may not have it
                     return make(config, dtype=dtype, attn_implementation="sdpa")
             return make(config, dtype=dtype)
     except (PipelineError, MemoryError):
@@ -69,14 +69,14 @@ def _skeleton(folder: Path, shards: CheckpointView, trust_remote_code: bool) -> 
     except Exception as error:  # a setting of a wrong type in config.json can raise anything
         kind = shards.config.get("model_type")
         raise PipelineError(
-            f"{folder} is a {show(kind)}, for which transformers builds no model "
+            f"{folder} is a {show(kind)}, which transformers cannot build "
             f"({reason_of(error)}). Correct config.json, or load the model with its own class and "
             "pass the module; a recipe that needs no calibration data works from the files alone"
         ) from error
 
 
 def _maker(config: Any, shards: CheckpointView, trust_remote_code: bool) -> Callable[..., Any]:
-    """Return what builds the class that config.json names; else that of a causal language model."""
+    """Return the constructor of the class in config.json; else of a causal language model."""
     from transformers import AutoModelForCausalLM
 
     named = named_class(shards.config)
@@ -86,7 +86,7 @@ def _maker(config: Any, shards: CheckpointView, trust_remote_code: bool) -> Call
 
 
 def _check_layers(shards: CheckpointView) -> None:
-    """Refuse more layers than there are tensors: building such a model may take hours."""
+    """Reject more layers than there are tensors: building such a model may take hours."""
     parts = [shards.config, *(v for v in shards.config.values() if isinstance(v, dict))]
     for key, value in (item for part in parts for item in part.items()):
         if _LAYERS.search(key) and isinstance(value, (int, float)) and value > len(shards):
@@ -101,7 +101,7 @@ def _keys(
 ) -> tuple[dict[str, str], dict[str, list[str]], list[str]]:
     """Map the tensors of the model to their names in the files.
 
-    Return those with one name, those joined from several, and those without a name.
+    Return those with one name, those made of several, and those without a name.
 
     stored: tensors of experts -> the names that transformers would save them as
     """
@@ -110,7 +110,7 @@ def _keys(
     keys: dict[str, str] = {}
     joined: dict[str, list[str]] = {}
     missing = []
-    renamed: dict[str, str] = {}  # tensors that the class loads under other names than it saves
+    renamed: dict[str, str] = {}  # tensors whose names differ between loading and saving
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, tensor in {**parameters, **dict(_persistent_buffers(model))}.items():
         usual = stored.get(name, name)
@@ -121,7 +121,7 @@ def _keys(
             if shards.info(found).shape != tuple(tensor.shape):
                 raise PipelineError(
                     f"{found} is {shards.info(found).shape} in {shards.info(found).file}, but "
-                    f"config.json makes it {tuple(tensor.shape)}; they are not of one model"
+                    f"config.json implies {tuple(tensor.shape)}; they are not of one model"
                 )
             continue
         if tied.get(name) in keys:  # asking transformers takes a third of a second
@@ -148,12 +148,12 @@ def _keys(
 
 
 def parts_of(model: Any, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the tensors, by name, as which transformers would save a tensor of the model."""
+    """Return the tensors, by name, that transformers would save for a tensor of the model."""
     return saved_as(model, {name: tensor})
 
 
 def saved_as(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors, by name, as which transformers would save those of the model."""
+    """Return the tensors, by name, that transformers would save for those of the model."""
     from transformers.core_model_loading import revert_weight_conversion
 
     parts: dict[str, torch.Tensor] = revert_weight_conversion(model, tensors)
@@ -161,7 +161,7 @@ def saved_as(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Te
 
 
 def _are_views(model: Any, name: str, like: torch.Tensor) -> bool:
-    """Whether the parts of a tensor are views of it, so that they can be filled in place."""
+    """Whether the saved tensors are views of the whole, so that it can be filled in place."""
     whole = torch.empty(like.shape, dtype=like.dtype)  # never written, so it takes no memory
     start, end = whole.data_ptr(), whole.data_ptr() + whole.nbytes
     parts = parts_of(model, name, whole).values()

@@ -37,7 +37,7 @@ class Source:
     model:  the skeleton, or the caller's module
     shards: the files behind the skeleton; None for a caller's module
     keys:   tensor of the model -> its name in the files
-    joined: tensor of the model -> the names of its parts in the files, such as experts
+    joined: tensor of the model -> the names in the files that make it up, such as experts
     loaded_from: the files that a caller's module was loaded from, if they are still there
     """
 
@@ -84,7 +84,7 @@ class Source:
 
     @contextlib.contextmanager
     def unstacked(self) -> Iterator[None]:
-        """Let a loaded module have Linear layers for stacked experts; an error undoes it.
+        """Replace stacked experts of a loaded module by Linear layers; an error undoes it.
 
         The skeleton of a folder has them from the start.
         """
@@ -97,7 +97,7 @@ class Source:
             yield
 
     def restack(self, quantized: Collection[str]) -> None:
-        """Keep stacks of experts as they are where no expert is quantized.
+        """Put back stacks of experts in which no expert is quantized.
 
         quantized: names of modules
         """
@@ -148,7 +148,7 @@ class Source:
 
     @functools.cached_property
     def _whole(self) -> ModelClass | None:
-        """The class that config.json names, if the model here is only a part of it; else None.
+        """The class that config.json names, if the model is only a submodel of it; else None.
 
         For Mllama or Qwen3.5 with images, transformers builds the language model alone.
         """
@@ -176,7 +176,7 @@ class Source:
         return name if whole is None else whole.module_name(self.module_key(name)) or name
 
     def key(self, name: str) -> str:
-        """Return the name of a tensor of the model in the source."""
+        """Return the name in the source of a tensor of the model."""
         if name in self.keys:
             return self.keys[name]
         module, _, leaf = name.rpartition(".")
@@ -194,13 +194,13 @@ class Source:
         found: dict[str, str] = {}
         for key in self.keys:
             module = key.rpartition(".")[0]
-            while module and module not in found:  # once it is found, so are its parents
+            while module and module not in found:  # parents of a found one are found too
                 found[module] = key
                 module = module.rpartition(".")[0]
         return found
 
     def module_key(self, name: str) -> str:
-        """Return the name of a module with a weight in the source."""
+        """Return the name in the source of a module with a weight."""
         return self.key(f"{name}.weight").removesuffix(".weight")
 
     @contextlib.contextmanager

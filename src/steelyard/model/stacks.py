@@ -1,7 +1,7 @@
-"""Finds the layers of a model: what can run one after another, with one in memory at a time.
+"""Finds the layers of a model, which run one after another with one in memory at a time.
 
 A model may have several stacks of layers: those of a vision tower, of an encoder, of the decoder.
-Layers of the text decoder come last, the others in the order in which the class holds them.
+Layers of the text decoder come last, the others in the order of the class.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Layer:
 
 
 def model_layers(model: Any) -> list[Layer]:
-    """Return the layers of all stacks, in the order in which they run.
+    """Return the layers of all stacks, in run order.
 
     Raises a PipelineError for a model that cannot run layer by layer.
     """
@@ -37,7 +37,7 @@ def model_layers(model: Any) -> list[Layer]:
     stacks.sort(key=lambda stack: stack[1] in text and text != set(model.modules()))
     layers = [Layer(f"{n}.{i}", m) for n, stack in stacks for i, m in stack.named_children()]
     if not layers:
-        decoder_layers(model)  # which says why
+        decoder_layers(model)  # raises with the reason
     seen: dict[Module, str] = {}
     for layer in layers:
         for part in layer.module.modules():
@@ -69,7 +69,7 @@ def decoder_layers(model: Any) -> tuple[str, ModuleList]:
 
 
 def _stacks(model: Any) -> Iterator[tuple[str, ModuleList]]:
-    """Yield the outermost lists of layers, in the order in which the class holds them."""
+    """Yield the outermost lists of layers, in the order of the class."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     classes = {

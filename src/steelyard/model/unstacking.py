@@ -1,8 +1,8 @@
-"""Puts Linear layers in the place of stacked experts, for as long as a model is worked on.
+"""Replaces stacked experts by Linear layers during a run.
 
 A stack is a module of transformers with 3-D parameters: `gate_up_proj` (or `up_proj` alone) and
 `down_proj`, each (experts, out, in) or (experts, in, out). The Linear layers hold views of them, or
-nothing yet where the model is a skeleton: no weight is copied.
+meta tensors if the model is a skeleton: no weight is copied.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _LEAVES = {
 
 @dataclass(frozen=True)
 class Unstacked:
-    """Experts that were put in the place of a stack.
+    """Experts that replace a stack.
 
     name:  of both in the model
-    keys:  tensor of the model -> its name in the files, or that which it would be saved as
+    keys:  tensor of the model -> its name in the files, or the name it would be saved as
     """
 
     parent: Module
@@ -49,7 +49,7 @@ class Unstacked:
 
 
 def unstack(model: Any) -> list[Unstacked]:
-    """Replace all stacks of experts that are of a known form."""
+    """Replace all stacks of experts of a known form."""
     stacks = {name: module for name, module in model.named_modules() if _is_stack(module)}
     stored = _stored_names(model, stacks)
     done = []
@@ -65,7 +65,7 @@ def unstack(model: Any) -> list[Unstacked]:
 
 
 def _is_stack(module: Module) -> bool:
-    """Whether a module holds experts alone, and takes what routers give."""
+    """Whether a module holds only experts, and its forward takes the output of a router."""
     held = {leaf for leaf, p in module._parameters.items() if p is not None}
     weights = [leaf for leaf in _WEIGHTS if leaf in held]
     known = {*weights, *(f"{leaf}_bias" for leaf in weights)}
@@ -123,7 +123,7 @@ def _experts(module: Any) -> Experts:
 def _parts(
     stack: Parameter, number: int, count: int, turned: bool, in_turns: bool
 ) -> list[Parameter]:
-    """Return views of what one expert has in a stack."""
+    """Return views of the tensors of one expert in a stack."""
     whole = stack.detach()[number]
     whole = whole.t() if turned else whole  # (out, in), or (out,)
     parts = [whole[part::count] for part in range(count)] if in_turns else list(whole.chunk(count))
@@ -155,10 +155,10 @@ def _activated(module: Any, _in_turns: bool, outputs: tuple[torch.Tensor, ...]) 
 
 
 def _stored_names(model: Any, stacks: dict[str, Module]) -> dict[str, dict[str, str]]:
-    """Return for each stack: tensor of the experts that replace it -> its name in files.
+    """Return per stack: tensor of the experts that replace it -> its name in files.
 
-    transformers says how it would save a stack. It is asked for a small one of the same form, with
-    a number in each part.
+    transformers maps a small stack of the same form, filled with an index for each tensor of an
+    expert, to the tensors that it would save.
     """
     from transformers.core_model_loading import revert_weight_conversion
 

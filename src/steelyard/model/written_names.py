@@ -1,7 +1,7 @@
 """The names under which the tensors of a loaded module are written.
 
-They are those of the files that the module was loaded from; for one that never had files, those
-that transformers' own `save_pretrained` gives.
+They are those of the files that the module was loaded from; without files, those that transformers'
+`save_pretrained` writes.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ def files_of(model: Any) -> Shards | None:
         return None
     try:
         return Shards(folder)
-    except SteelyardError:  # no longer what it was, and nothing of it is needed
+    except SteelyardError:  # damaged or changed, and not needed
         return None
 
 
 def written_names(model: Any, files: Shards | None) -> dict[str, str]:
-    """Return tensor of the module -> its name in files, where it is written as it is.
+    """Return tensor of the module -> its name in files, for tensors that are written unchanged.
 
-    Tensors that transformers joins or splits, such as stacked experts, are not among them.
+    Excludes tensors that transformers concatenates or splits, such as stacked experts.
     """
     tensors = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
     of = {id(tensor): name for name, tensor in tensors.items()}
