@@ -41,7 +41,7 @@ def test_token_ids_alone_are_batched_as_ever() -> None:
 def test_a_sample_without_batch_dimension_gets_one_where_nothing_is_ambiguous() -> None:
     (found,) = taken([{"input_ids": [5, 6], "labels": [6, 7]}])
     assert_close(found, {"input_ids": torch.tensor([[5, 6]]), "labels": torch.tensor([[6, 7]])})
-    with pytest.raises(DataError, match=r"input_ids is \(2,\) beside pixel_values \(3, 4, 4\)"):
+    with pytest.raises(DataError, match=r"input_ids \(2,\) and pixel_values \(3, 4, 4\)"):
         taken([{"input_ids": [5, 6], "pixel_values": PIXELS[0]}])
 
 
@@ -79,7 +79,7 @@ def test_tokens_are_counted_without_padding() -> None:
 
 
 def test_images_are_not_dropped_where_only_text_is_read() -> None:
-    with pytest.raises(DataError, match="brings images or audio, and only text is read here"):
+    with pytest.raises(DataError, match="has images or audio, and only text is read here"):
         take([{"text": "a b", "image": object()}])
-    with pytest.raises(DataError, match="brings pixel_values, and only token ids are read here"):
+    with pytest.raises(DataError, match="has pixel_values, and only token ids are read here"):
         take([{"input_ids": [5, 6], "pixel_values": PIXELS}])

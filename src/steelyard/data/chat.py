@@ -21,7 +21,7 @@ __all__ = ["ChatRenderer"]
 
 SECONDS = 10.0  # CPU time per conversation
 LONGEST = 1 << 26  # characters of a rendered conversation
-MEMORY = 4 << 30  # bytes of address space, including what libraries only reserve
+MEMORY = 4 << 30  # bytes of address space, including memory that libraries only reserve
 
 _CHILD = """
 import json, sys
@@ -57,7 +57,7 @@ for line in sys.stdin:
 class ChatRenderer:
     """Renders conversations with a tokenizer's chat template, as `apply_chat_template` does.
 
-    template: one to take instead of the tokenizer's, such as a processor's
+    template: replaces the tokenizer's, such as a processor's
     """
 
     def __init__(self, tokenizer: Any, template: str | None = None) -> None:

@@ -186,7 +186,7 @@ class Parquet:
         ]
 
     def _check_sizes(self) -> None:
-        """Refuse a row group that does not fit into memory; pyarrow would crash the process."""
+        """Reject a row group that does not fit into memory; pyarrow would crash the process."""
         metadata, most = self._file.metadata, psutil.virtual_memory().available // 4
         for number in range(metadata.num_row_groups):
             group = metadata.row_group(number)
@@ -200,7 +200,7 @@ class Parquet:
                 raise DataError(
                     f"{self.name}: row group {number} has {size:,} bytes in the columns to read, "
                     f"but there is memory for {most:,}; write the file with smaller row groups, "
-                    "or pass a part of it"
+                    "or pass fewer rows"
                 )
 
     def __len__(self) -> int:

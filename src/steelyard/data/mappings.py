@@ -1,6 +1,6 @@
 """Samples that are mappings of tensors: token ids with pixels, audio features, masks or labels.
 
-What a processor gives goes to the model as it is. A row of token ids alone is no such sample:
+The output of a processor goes to the model unchanged. A row with only token ids is no such sample:
 `tokens` reads it, removes its padding, and batches it with others of its length.
 """
 
@@ -18,16 +18,16 @@ from steelyard.foreign import printable
 __all__ = ["Inputs", "model_inputs", "num_tokens"]
 
 Inputs = dict[str, torch.Tensor]
-"""What a model is called with, by the names that its forward has for them."""
+"""Arguments of a model's forward, by name."""
 
 TOKENS = ("input_ids", "attention_mask")
 _COUNTED = ("input_ids", "decoder_input_ids", "labels")
 
 
 def model_inputs(row: Mapping[Any, Any], where: str) -> Inputs | None:
-    """Return the tensors of a row; None for token ids alone, and for rows without tensors.
+    """Return the tensors of a row; None for rows with only token ids, or without tensors.
 
-    Text, single numbers and other columns that are no tensors are not read.
+    Skips text, single numbers and other columns that are not tensors.
     """
     if all(not _is_numbers(value) for name, value in row.items() if name not in TOKENS):
         return None
@@ -36,7 +36,7 @@ def model_inputs(row: Mapping[Any, Any], where: str) -> Inputs | None:
 
 
 def num_tokens(inputs: Mapping[str, torch.Tensor]) -> int:
-    """Return the number of tokens of a batch, without padding; of audio alone, its frames."""
+    """Return the number of tokens of a batch, without padding; the frames of audio-only input."""
     mask = inputs.get("attention_mask")
     if mask is not None and mask.ndim == 2:
         return int(mask.count_nonzero())
@@ -48,16 +48,16 @@ def num_tokens(inputs: Mapping[str, torch.Tensor]) -> int:
 
 
 def _batched(given: Inputs, where: str) -> Inputs:
-    """Give one sample its batch dimension, where that can be done without a guess."""
+    """Add the batch dimension to a sample, if that is unambiguous."""
     ids = given.get("input_ids")
     if ids is None or ids.ndim == 2:
         return given
     other = next((name for name, value in given.items() if value.shape != ids.shape), None)
     if ids.ndim != 1 or other is not None:
         raise DataError(
-            f"{where}: input_ids is {tuple(ids.shape)} beside {other} "
-            f"{tuple(given[other or 'input_ids'].shape)}, so what is the batch dimension? Give "
-            "input_ids of (1, seq), as a processor does, or a data_collator that makes it"
+            f"{where}: input_ids {tuple(ids.shape)} and {other} "
+            f"{tuple(given[other or 'input_ids'].shape)} have no common batch dimension; pass "
+            "input_ids of (1, seq), as a processor does, or a data_collator that makes them"
         )
     return {name: value[None] for name, value in given.items()}
 

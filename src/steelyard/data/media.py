@@ -29,14 +29,14 @@ COLUMNS = {
     "audio": "audio",
     "audios": "audio",
 }
-"""Columns of a dataset, and what a processor calls them."""
+"""Column of a dataset -> the processor's name for it."""
 
 _PARTS = {**COLUMNS, "image_url": "images", "audio_url": "audio", "input_audio": "audio"}
-_PLACES = ("url", "path", "base64")  # where the content of a message may say what it shows
+_PLACES = ("url", "path", "base64")  # keys of message content that may hold the media
 
 
 def has_media(row: Any) -> bool:
-    """Whether a row brings images, videos or audio, in a column or in its messages."""
+    """Whether a row has images, videos or audio, in a column or in its messages."""
     if not isinstance(row, Mapping):
         return False
     columns = any(row.get(name) is not None for name in COLUMNS)
@@ -63,7 +63,7 @@ class MediaReader:
         return ChatRenderer(tokenizer, getattr(self._processor, "chat_template", None))
 
     def inputs(self, row: Mapping[str, Any], where: str) -> Inputs:
-        """Return what the processor makes of a row: a batch of one."""
+        """Return the processor's output for a row, a batch of one."""
         given = _media(row)
         text = self._text(row, where)
         options: dict[str, Any] = {} if text is None else {"text": [text]}
@@ -80,13 +80,13 @@ class MediaReader:
             raise DataError(
                 f"{where}: {type(self._processor).__name__} cannot process the sample's "
                 f"{', '.join(given)} ({reason_of(error)}); process the data yourself, and pass "
-                "samples with what the model takes"
+                "samples with the model's inputs"
             ) from error
         found = model_inputs(made, where)
         if found is None:
             raise DataError(
-                f"{where}: {type(self._processor).__name__} made {', '.join(made)} of the sample's "
-                f"{', '.join(given)}, and nothing else; pass processor= with that of the model"
+                f"{where}: {type(self._processor).__name__} made only {', '.join(made)} of the "
+                f"sample's {', '.join(given)}; pass the model's own processor with processor="
             )
         return found
 
@@ -118,14 +118,14 @@ def _kind(part: Mapping[str, Any]) -> str | None:
 
 
 def _shown(content: Any) -> Any:
-    """Return the content of a message as a template needs it: without pixels or samples."""
+    """Return the content of a message for the template: without pixels or audio samples."""
     if not isinstance(content, (list, tuple)):
         return content
     return [{"type": p["type"]} if isinstance(p, Mapping) and _kind(p) else p for p in content]
 
 
 def _media(row: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return the media of columns and messages, by the processor's names for them."""
+    """Return the media of columns and messages, by the processor's names."""
     found: dict[str, list[Any]] = {}
     for name, kind in COLUMNS.items():
         if row.get(name) is not None:
@@ -143,7 +143,7 @@ def _media(row: Mapping[str, Any]) -> dict[str, list[Any]]:
 
 
 def _picture(image: Any) -> Any:
-    if isinstance(image, Mapping) and image.get("bytes") is not None:  # as datasets store them
+    if isinstance(image, Mapping) and image.get("bytes") is not None:  # as stored by datasets
         from PIL import Image
 
         return Image.open(io.BytesIO(image["bytes"]))
@@ -157,7 +157,7 @@ def _picture(image: Any) -> Any:
 
 
 def _sounds(values: list[Any]) -> tuple[list[Any], int | None]:
-    """Return the samples of each sound, and their common rate where it is known."""
+    """Return the samples of each audio clip, and their common sampling rate if known."""
     rates = set()
     found = []
     for value in values:
@@ -171,7 +171,7 @@ def _sounds(values: list[Any]) -> tuple[list[Any], int | None]:
         else:
             found.append(value)
     if len(rates) > 1:
-        raise DataError(f"sounds of one sample have different sampling rates: {sorted(rates)}")
+        raise DataError(f"audio clips of one sample have different sampling rates: {sorted(rates)}")
     return found, next(iter(rates), None)
 
 

@@ -142,7 +142,7 @@ def _collection(dataset: Any, name: str) -> Rows:
 
 
 def collated(rows: Iterator[Row], collator: Callable[[list[Any]], Any], size: int) -> Iterator[Row]:
-    """Yield what a collator makes of `size` rows at a time."""
+    """Yield the collator's output for `size` rows at a time."""
     while some := list(itertools.islice(rows, size)):
         where = some[0][0]
         try:

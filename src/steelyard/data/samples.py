@@ -74,16 +74,16 @@ def load_samples(
                   or a dataset object; a DataFrame; a list of texts; token ids (samples, seq), or a
                   list of lists; mappings with `input_ids` and `attention_mask`; a DataLoader of any
                   of these. Rows may have a text column, or `messages` for the chat template.
-    tokenizer:    called when the first text has to be tokenized
+    tokenizer:    called for the first text to tokenize
     shuffle:      pick rows by a permutation that depends on `seed` only. Sources without an index
                   (text files, streams, loaders) give their first samples.
     batch_tokens: fill batches up to this many tokens, instead of `batch_size` samples
-    vocab_size:   refuse token ids at or above it
+    vocab_size:   reject token ids at or above it
     max_positions: the longest sample that the model can run; texts are truncated to it, longer
-                  token ids are refused
-    check:        raises for inputs that the model does not take; None reads token ids alone
+                  token ids are rejected
+    check:        raises for inputs that the model does not accept; None reads only token ids
     data_collator: makes one sample of `batch_size` rows
-    processor:    called when the first row with images, videos or audio has to be processed
+    processor:    called for the first row with images, videos or audio
     """
     check_numbers(
         num_calibration_samples=num_calibration_samples,
@@ -145,7 +145,7 @@ def _batched(samples: list[Sample], batch_size: int, batch_tokens: int | None) -
     batches: list[list[torch.Tensor] | Inputs] = []
     filling: dict[int, list[torch.Tensor]] = {}
     for sample in samples:
-        if not isinstance(sample, torch.Tensor):  # a batch as it is
+        if not isinstance(sample, torch.Tensor):  # already a batch
             batches.append(sample)
             continue
         length = len(sample)

@@ -58,8 +58,8 @@ def tokenizer_of(given: Any, source: Source, trust_remote_code: bool = False) ->
     except BaseException as error:  # malformed files raise anything, and tokenizers panics
         if not trust_remote_code and "custom code" in str(error):
             raise DataError(
-                f"the tokenizer of {folder} is custom code, which does not run unless you allow "
-                "it; pass tokenizer=, or token ids as the dataset, or "
+                f"the tokenizer of {folder} is custom code, which runs only if you allow it; pass "
+                "tokenizer=, or token ids as the dataset, or "
                 "trust_remote_code_model=True if you trust it"
             ) from None
         raise DataError(
@@ -78,14 +78,14 @@ def processor_of(given: Any, source: Source, trust_remote_code: bool = False) ->
     if given is not None and not isinstance(given, (str, Path)):
         if getattr(given, "image_processor", getattr(given, "feature_extractor", None)) is None:
             raise DataError(
-                f"the data holds images or audio, and a {type(given).__name__} processes text "
-                "alone: pass processor="
+                f"the data holds images or audio, and a {type(given).__name__} processes only "
+                "text: pass processor="
             )
         return given
     folder = given or source.origin
     if folder is None:
         raise DataError(
-            "the data holds images or audio, and the model came without files: pass processor="
+            "the data holds images or audio, and the model has no files: pass processor="
         )
     check_kinds(Path(folder))
     try:
@@ -97,5 +97,5 @@ def processor_of(given: Any, source: Source, trust_remote_code: bool = False) ->
     except BaseException as error:  # malformed files raise anything, and tokenizers panics
         raise DataError(
             f"the data holds images or audio, and the processor of {folder} cannot be loaded "
-            f"({reason_of(error)}); pass processor=, or samples with what the model takes"
+            f"({reason_of(error)}); pass processor=, or samples with the model's inputs"
         ) from None

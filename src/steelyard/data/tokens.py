@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["RowReader", "Sample", "columns_text"]
 
 Sample = torch.Tensor | Inputs
-"""Token ids (seq), to be batched with others; or what the model is called with, as it is."""
+"""Token ids (seq), to be batched with others; or complete inputs of the model."""
 
 CHARACTERS = 32  # characters of a text tokenized at first, per token kept
 SPARE = 16  # extra tokens, since the last ones may change when more text follows
@@ -38,7 +38,7 @@ class RowReader:
     get_tokenizer: called once, for the first text
     vocab_size:    token ids must be below it
     max_positions: the longest sample that the model can run
-    check:         raises for inputs that the model does not take; None reads token ids alone
+    check:         raises for inputs that the model does not accept; None reads only token ids
     get_processor: called once, for the first row with images, videos or audio
     """
 
@@ -170,13 +170,13 @@ class RowReader:
         return self._start(text, special=False)  # the template adds special tokens
 
     def _inputs(self, row: Any, where: str) -> Inputs | None:
-        """Return a row that is more than text or token ids as what the model is called with."""
+        """Return the model's inputs for a row that is more than text or token ids."""
         if not isinstance(row, Mapping):
             return None
         if has_media(row) and "input_ids" not in row:
             if self._media is None:
                 raise DataError(
-                    f"{where} brings images or audio, and only text is read here; remove them"
+                    f"{where} has images or audio, and only text is read here; remove them"
                 )
             inputs: Inputs | None = self._media.inputs(row, where)
         else:
@@ -226,12 +226,12 @@ def columns_text(columns: Iterable[object]) -> str:
 
 
 def _token_ids_alone(row: Mapping[Any, Any], where: str) -> None:
-    """Refuse pixels or audio where only token ids are read; labels and the like change nothing."""
+    """Reject pixels or audio where only token ids are read; labels and the like change nothing."""
     for name, value in row.items():
         is_float = "float" in str(getattr(value, "dtype", ""))
         if is_float and getattr(value, "ndim", 0) > 1 and name != "attention_mask":
             shown = printable(str(name))
-            raise DataError(f"{where} brings {shown}, and only token ids are read here; remove it")
+            raise DataError(f"{where} has {shown}, and only token ids are read here; remove it")
 
 
 def _is_chat(row: Any) -> bool:
