@@ -37,7 +37,7 @@ from steelyard.errors import CheckpointError
 STRICTER = re.compile(
     r"has the key .* twice"  # which one counts depends on the reader
     r"|names a tensor .* characters"  # a name that cannot be printed
-    r"|where dtype, shape, data_offsets are due"  # fields that mean we do not know what
+    r"|, expected dtype, shape, data_offsets"  # fields that mean we do not know what
     r"|has type .* convert it"  # types that have no use here
     r"|product fits into 64 bits"  # empty, with sizes that torch cannot hold
 )
@@ -131,7 +131,7 @@ AB = b"ab"
 NOT_HEADER = ("not a safetensors file", "git lfs pull")
 SHAPE = ("x in", "has shape", "not a list of whole numbers", "save the model again")
 OFFSETS = ("x in", "data_offsets", "not a start and an end", "save the model again")
-FIELDS = ("x in", "where dtype, shape, data_offsets are due", "save the model again")
+FIELDS = ("x in", ", expected dtype, shape, data_offsets", "save the model again")
 NAME = ("names a tensor", "rename it")
 
 REFUSED = {
@@ -205,7 +205,7 @@ REFUSED = {
     "size of the type": (pack({"x": entry(dtype="F32")}, AB), ["type F32", "take 8", "span 2"]),
     "does not start at 0": (
         pack({"x": entry(offsets=[1, 3])}, b"abc"),
-        ["x in", "at 1 where 0 is due", "gap after the header", "again"],
+        ["x in", "at 1, expected 0, so it leaves a", "gap after the header", "again"],
     ),
     "gap": (pack({"x": entry(), "y": entry(offsets=[3, 5])}, b"abcde"), ["y in", "gap after x"]),
     "overlap": (pack({"x": entry(), "y": entry(offsets=[1, 3])}, b"abc"), ["y in", "overlaps x"]),
@@ -452,7 +452,15 @@ class Mutator:
 
 REASONS = [
     *("opened", "too few", "the format allows", "header alone takes", "not a safetensors file"),
-    *(" twice", "where dtype, shape", "has type", "has shape", "data_offsets", "take", "overlaps"),
+    *(
+        " twice",
+        ", expected dtype, shape",
+        "has type",
+        "has shape",
+        "data_offsets",
+        "take",
+        "overlaps",
+    ),
     *("leaves a gap", "incomplete", "owns the rest", "text to text", "names a tensor"),
 ]
 

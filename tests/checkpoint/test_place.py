@@ -87,7 +87,7 @@ def test_files_of_the_user_are_not_replaced(name: str, tmp_path: Path) -> None:
 def test_folder_without_config_or_weights_is_no_checkpoint(name: str, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / name).write_text("{}")
-    with pytest.raises(CheckpointError, match="no checkpoint"):
+    with pytest.raises(CheckpointError, match="not a checkpoint"):
         write(tmp_path / "out", overwrite=True)
     assert contents(tmp_path / "out") == {name: b"{}"}
 

@@ -161,7 +161,7 @@ def test_quantized_though_ignored(small_model: MakeModel) -> None:
     model.config.ignore.append(K)
     model.write()
     found = problems(model)
-    assert f"{K}.weight_scale is there, but the config does not quantize {K}" in found
+    assert f"{K}.weight_scale exists, but the config does not quantize {K}" in found
     assert all(line.startswith(f"{K}.") for line in found)
 
 

@@ -43,7 +43,7 @@ def test_good_and_damaged(
 def test_in_process(steelyard: Command, model: Path, tmp_path: Path) -> None:
     plain = steelyard("validate", model)
     assert plain.code == 1
-    assert "so this is no quantized model" in plain.out
+    assert "so the model is not quantized" in plain.out
     folder = tmp_path / "q"
     assert steelyard("quantize", model, "-o", folder, "--scheme", "W8A8").code == 0
     tensors = read(folder)
@@ -145,7 +145,7 @@ def test_provenance_that_cannot_be_used(steelyard: Command, model: Path, tmp_pat
     path.write_text(json.dumps(content))
     answer = steelyard("validate", folder)
     assert answer.code == 1
-    assert "lists '../outside', which is no file of this folder" in answer.out
+    assert "lists '../outside', which is not a file of this folder" in answer.out
     for text in ("{", '{"schema_version": 2}', '{"schema_version": 1}', "[]"):
         path.write_text(text)
         answer = steelyard("validate", folder)

@@ -158,7 +158,7 @@ def test_another_version_of_the_file_does_not_resume(tmp_path: Path) -> None:
                 ends = Stop if version == "first" else CheckpointError
                 with pytest.raises(ends) as caught:
                     oneshot(model_folder(), recipe, calibration_texts(4), tmp_path / "q", **given)
-    assert "was started with something else" in str(caught.value) and "Balance" in str(caught.value)
+    assert "was started with other inputs" in str(caught.value) and "Balance" in str(caught.value)
 
 
 @pytest.mark.parametrize(

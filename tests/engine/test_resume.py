@@ -215,7 +215,7 @@ def test_disk_that_lies(
         return pwrite(handle, wrong, offset)
 
     monkeypatch.setattr(os, "pwrite", flipping)
-    with pytest.raises(CheckpointError, match="does not hold what was written to it"):
+    with pytest.raises(CheckpointError, match="does not hold the bytes written to it"):
         run(source, tmp_path / "out", kind)
     assert not (tmp_path / "out").exists()
 
@@ -313,7 +313,7 @@ def test_source_that_links_into_the_output_is_safe(source: Path, tmp_path: Path)
     shard = sorted((tmp_path / "m").glob("*.safetensors"))[0]
     shard.rename(tmp_path / "out" / shard.name)
     shard.symlink_to(tmp_path / "out" / shard.name)
-    with pytest.raises(CheckpointError, match="leads into"):
+    with pytest.raises(CheckpointError, match="links into"):
         run(tmp_path / "m", tmp_path / "out", "stream", overwrite=True)
     assert shard.exists()
 
@@ -430,7 +430,7 @@ def test_old_output_is_there_until_the_new_one_is(
     assert out.exists() == can_exchange
     if not can_exchange:  # the checkpoint waits for the command that made it
         other = "layers" if kind == "stream" else "stream"
-        with pytest.raises(CheckpointError, match="started with something else"):
+        with pytest.raises(CheckpointError, match="started with other inputs"):
             run(source, tmp_path / "out", other, overwrite=True)
     run(source, out, kind, overwrite=True)
     assert not (out / "NOTICE").exists() and Shards(out)

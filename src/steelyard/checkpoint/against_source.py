@@ -1,8 +1,8 @@
-"""Was a checkpoint made from this source?
+"""Checks whether a checkpoint was made from this source.
 
-Quantized weights are decoded, some rows of each or all, and held against the stored scales. Every
-other tensor must have the source's bytes, unless the run claims to have changed it: then it must
-keep its type and shape, and be finite. Settings and tokenizer must be the source's.
+Quantized weights are decoded, a sample of rows or all, and must lie within a few steps of the
+source's. Every other tensor must have the source's bytes, unless the run claims to have changed it:
+then it must keep its type and shape, and be finite. Settings and tokenizer must be the source's.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TOLERANCE = 0.01  # of a reported error, relative
 SAMPLE = 1 << 22  # weights to decode of a checkpoint, but at least a few rows of each matrix
 _AT_ONCE = 1 << 22  # weights
 _OWN = {"quantization_config", "dtype", "torch_dtype", "transformers_version", "_name_or_path"}
-_OWN |= {"use_cache"}  # has no effect on what a model computes
+_OWN |= {"use_cache"}  # does not change the model's outputs
 
 
 @dataclass
@@ -58,10 +58,10 @@ def decoded_rows(
 ) -> Iterator[str]:
     """Decode rows of every quantized weight; yield the weights that do not match the source.
 
-    found:    filled with the number of rows
+    found:    receives the number of rows
     without:  modules that cannot be decoded
     changed:  tensors that the run changed: their weights are decoded and must be finite
-    reported: module -> relative squared error, held against weights that are decoded whole
+    reported: module -> relative squared error, compared where all rows are decoded
     nearest:  every weight was rounded to the nearest code
     whole:    modules whose rows are all decoded, not a sample
     full:     decode all rows of all modules
@@ -98,7 +98,7 @@ def comparable(written: WrittenCheckpoint, source: Shards) -> list[str]:
 
 
 def _spans(stored: StoredWeight, budget: int | None) -> list[tuple[int, int]]:
-    """Return the rows to decode, in runs spread over the weight, with both ends.
+    """Return the rows to decode, in runs spread over the weight, first and last rows included.
 
     budget: number of weights; None for all
     """
@@ -165,7 +165,7 @@ def carried(
 ) -> Iterator[str]:
     """Yield the tensors that were not quantized and differ from the source.
 
-    same_bytes: False compares type and shape alone
+    same_bytes: False compares only type and shape
     changed:    tensors that the run changed, whose values may differ but must be finite
     """
     for name in sorted(changed):
@@ -192,7 +192,7 @@ def carried(
 
 
 def _was_split(written: WrittenCheckpoint, name: str, source: Shards) -> bool:
-    """Whether the source stacks experts in this tensor that are quantized one by one here."""
+    """Whether this tensor of the source stacks experts that are quantized one by one here."""
     below = name.rpartition(".")[0] + "."
     return len(source.info(name).shape) == 3 and any(m.startswith(below) for m in written.schemes)
 

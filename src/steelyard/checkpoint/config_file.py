@@ -1,4 +1,4 @@
-"""The config.json of a checkpoint: read as if its author meant harm, and written."""
+"""Reads the config.json of a checkpoint, as untrusted input, and writes it."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ CONFIG = "config.json"
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the settings in config.json; its `quantization_config` is an object or not there."""
+    """Return the settings in config.json; `quantization_config` is an object or absent."""
     path = folder / CONFIG
     try:
-        config = read_json(path, unique=False)  # transformers takes the last of two keys
+        config = read_json(path, unique=False)  # of two equal keys, transformers uses the last
     except ValueError as error:
         if isinstance(error, CheckpointError):
             raise
@@ -52,7 +52,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is not an object but {show(config)}; download it again")
     kind = config.get("model_type")
     if kind is not None and not isinstance(kind, str):
-        raise CheckpointError(f"{path} has model_type {show(kind)}, which is no name of a model")
+        raise CheckpointError(f"{path} has model_type {show(kind)}, which is not a model type")
     quantization = config.get("quantization_config")
     if quantization is None:
         config.pop("quantization_config", None)
@@ -90,15 +90,15 @@ def read_quantization(folder: Path) -> tuple[dict[str, Any], QuantizationConfig]
     except CheckpointError as error:
         raise CheckpointError(f"{start}: {error}") from error
     if "quantization_config" not in config:
-        raise CheckpointError(f"{start}: it has none, so this is no quantized model")
+        raise CheckpointError(f"{start}: it has none, so the model is not quantized")
     try:
         return config, QuantizationConfig.model_validate(config["quantization_config"])
-    except Exception as error:  # its validators raise whatever a value of a wrong type leads to
+    except Exception as error:  # its validators may raise anything for a value of a wrong type
         raise CheckpointError(f"{start}: {reason_of(error)}") from error
 
 
 def check_patterns(folder: Path, config: QuantizationConfig, names: Collection[str]) -> None:
-    """Refuse a regular expression of the quantization_config that is none, or takes too long."""
+    """Refuse an invalid or too slow regular expression in the quantization_config."""
     targets = [t for scheme in config.config_groups.values() for t in scheme.targets]
     patterns = [*targets, *(config.ignore or ())]
     problem = next(filter(None, map(problem_of, patterns)), None)
@@ -108,7 +108,7 @@ def check_patterns(folder: Path, config: QuantizationConfig, names: Collection[s
 
 
 def quantization_config_dict(config: QuantizationConfig) -> dict[str, Any]:
-    """Return what stands under "quantization_config" in config.json, in JSON's own types."""
+    """Return the value of "quantization_config" in config.json, in JSON's types."""
     content = {
         COMPRESSION_VERSION_NAME: compressed_tensors.__version__,
         QUANTIZATION_METHOD_NAME: QUANTIZATION_METHOD,

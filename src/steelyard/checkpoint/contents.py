@@ -114,8 +114,8 @@ def read_contents(
     """Read the headers of a checkpoint, and its scales.
 
     keep:    returns whether the module with this name is wanted
-    scales:  False reads headers alone
-    advance: called with the number of bytes of scales that were read
+    scales:  False reads only headers
+    advance: called with the number of bytes of scales read
     """
     with Shards(folder) as shards:
         found = Contents(shards.folder, len(shards.files))
@@ -149,7 +149,7 @@ def _text(value: object) -> str | None:
 
 
 def _by_module(shards: Shards) -> dict[str, dict[str, TensorInfo]]:
-    """Return the tensors of each module by their local names; a lone parameter is its own."""
+    """Return the tensors of each module by local name; a parameter without a module is its own."""
     found: dict[str, dict[str, TensorInfo]] = {}
     weighed = {n.rpartition(".")[0] for n in shards if holds_values(n.rpartition(".")[2])}
     for name in shards:

@@ -1,8 +1,8 @@
-"""A quantized checkpoint as plain weights: each reads as the weight that a server reconstructs.
+"""Reads a quantized checkpoint as plain weights, as a server reconstructs them.
 
 Names, types and shapes are those of an unquantized checkpoint, so code that reads one reads this
-too. Scales of activations and of the cache stay as they are. A weight that lacks a tensor is
-refused when the folder is opened: servers load it and generate nonsense.
+too. Scales of activations and of the cache are unchanged. A weight that lacks a tensor is refused
+when the folder is opened: servers load it and generate garbage.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ __all__ = ["DecodedView"]
 class DecodedView(CheckpointView):
     """`CheckpointView` that reads compressed-tensors checkpoints as well; weights read as fp32.
 
-    quantization: the configuration; None where nothing is stored by compressed-tensors
-    schemes:      that of each module whose weight is stored quantized
+    quantization: the configuration; None where compressed-tensors stores nothing
+    schemes:      scheme of each module with a quantized weight
     """
 
     quantization: QuantizationConfig | None = None
@@ -43,7 +43,7 @@ class DecodedView(CheckpointView):
             return
         if method != QUANTIZATION_METHOD:
             raise CheckpointError(
-                f"{self.folder} is quantized with {method!r}, which is not read here; give a "
+                f"{self.folder} is quantized with {method!r}, which is not read here; pass a "
                 f"checkpoint of {QUANTIZATION_METHOD}, or one that is not quantized"
             )
         for part in ("transform_config", "sparsity_config"):
@@ -76,7 +76,7 @@ class DecodedView(CheckpointView):
             )
         if format_of(scheme) == DENSE:
             raise CheckpointError(
-                f"{self.folder} holds {module} unquantized beside its scales (format {DENSE!r}); "
+                f"{self.folder} holds {module} unquantized, with its scales (format {DENSE!r}); "
                 "save it compressed, as it is served"
             )
         try:
@@ -90,13 +90,13 @@ class DecodedView(CheckpointView):
             if leaf not in leaves:
                 raise CheckpointError(
                     f"{self.folder} has no {module}.{leaf}, without which {module} cannot be "
-                    "decoded; a server would answer nonsense, so quantize the model again"
+                    "decoded; a server would generate garbage, so quantize the model again"
                 )
             found = self.info(f"{module}.{leaf}").shape
-            if math.prod(found) != math.prod(wanted):  # else it might fit by being repeated
+            if math.prod(found) != math.prod(wanted):  # else it might broadcast
                 raise CheckpointError(
                     f"{self.folder}: {module}.{leaf} is {found}, but its scheme in config.json "
-                    f"makes it {wanted}; quantize the model again"
+                    f"implies {wanted}; quantize the model again"
                 )
         return scheme
 

@@ -1,14 +1,14 @@
 """How far a decoded weight is from the source, in steps of its own scales.
 
-Rounding to the nearest code leaves a deviation that is even between minus half a step and half a
+Rounding to the nearest code gives a deviation that is uniform between minus half a step and half a
 step, so its mean square is 1/12 of a squared step; at most it is 1/4, three times that. GPTQ moves
-weights that were not rounded yet to make up for the error of those that were: with 2 to 8 bits,
-NVFP4, MXFP4 and FP8, ordered or not, and fewer tokens than columns, five times 1/12 was the most.
-Codes that do not belong to a weight (random, of another row or module, with another scale or zero
-point) are several steps away: 50 times and more. Where most codes are zero, because outliers set
-the scale, codes of another row are not far away either; there the correlation decides.
+weights that are not rounded yet to compensate the error of those that are: with 2 to 8 bits,
+NVFP4, MXFP4 and FP8, ordered or not, and fewer tokens than columns, the largest was five times
+1/12. Wrong codes (random, of another row or module, with another scale or zero point) are several
+steps away: 50 times and more. Where most codes are zero, because outliers set the scale, codes of
+another row are close too; there the correlation decides.
 
-A weight beyond the range of its scale counts from the end of the range.
+For a weight beyond the range of its scale, the deviation counts from the end of the range.
 
 With 2 or 3 bits a scale that is too large moves no code by many steps. But observers choose scales
 so that the largest weight of a group lies near the end of the range or beyond: 75 % of it with 2
@@ -36,9 +36,9 @@ FAR = 2.0
 """Steps; arithmetic in bf16 misplaces a code of 8 bits by up to 1.25."""
 CORRELATION = 0.3
 RANGE = 0.35
-"""Share of the range that the largest weight of a usual group takes, at least."""
+"""Least fraction of the range that the largest weight of a typical group uses."""
 FINE = 1.0
-"""The correlation says something where 1/12 squared step is below the mean square of weights."""
+"""The correlation is meaningful where 1/12 squared step is below the mean square of weights."""
 
 
 @dataclass
@@ -47,14 +47,14 @@ class Deviation:
 
     count: int = 0
     noise: float = 0.0  # squared, in steps where a step is 1
-    nominal: float = 0.0  # the same if the deviation were even in each step
+    nominal: float = 0.0  # the same for a deviation uniform in each step
     far: int = 0  # weights more than FAR steps away
     error: float = 0.0  # squared
     signal: float = 0.0
     decoded: float = 0.0
     product: float = 0.0
     coarseness: float = 0.0  # squared steps / 12, in units of the weights
-    ranges: list[float] = field(default_factory=list)  # share of it that each group's weights take
+    ranges: list[float] = field(default_factory=list)  # fraction of its range that each group uses
 
     def add(
         self,
@@ -118,7 +118,7 @@ class Deviation:
             )
         if self.ranges and (share := statistics.median(self.ranges)) < RANGE:
             return (
-                f"has scales that are too large: the source's weights take {share:.0%} of their "
+                f"has scales that are too large: the source's weights use {share:.0%} of their "
                 "range"
             )
         fine = self.coarseness <= FINE * self.signal
@@ -133,10 +133,10 @@ class Deviation:
 
 
 def _ranges(scaled: torch.Tensor, zero: torch.Tensor, args: QuantizationArgs) -> list[float]:
-    """Return the share of the range that the weights of each group take, without empty groups.
+    """Return the fraction of the range that the weights of each group use, without empty groups.
 
     scaled: (rows, columns), weights in units of the step, zero point added
-    zero:   the same of a weight of 0, which is in every range
+    zero:   the same for a weight of 0, which is in every range
     """
     if args.strategy not in ("group", "channel", "tensor_group") or args.actorder == "group":
         return []

@@ -1,4 +1,4 @@
-"""Are the files of a checkpoint those that the run wrote?"""
+"""Checks that the files of a checkpoint are those that the run wrote."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def unwatched(label: str, total: int, unit: str) -> AbstractContextManager[Advan
 
 @dataclass
 class DigestsFound:
-    """Result of comparing digests; `files` and `bytes` are how much was read.
+    """Result of comparing digests; `files` and `bytes` count the data read.
 
     added: files of a model that the run did not write, such as a chat template
     """
@@ -73,7 +73,7 @@ def check_digests(folder: Path, provenance: Provenance, watch: Watch = unwatched
 
 def _compare(folder: Path, advance: Advance, name: str, expected: FileDigest) -> str | None:
     if not _is_inside(name):
-        return f"{PROVENANCE} lists {show(name)}, which is no file of this folder"
+        return f"{PROVENANCE} lists {show(name)}, which is not a file of this folder"
     if not (folder / name).is_file():
         return f"{name} is missing; the run wrote it"
     try:

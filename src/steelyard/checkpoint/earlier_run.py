@@ -34,7 +34,7 @@ class EarlierRun:
         return journal is not None and journal["identity"] == self.identity
 
     def _journal_in_place(self) -> dict[str, Any] | None:
-        """Return the journal that was left behind by a run whose checkpoint is in place."""
+        """Return the journal of a run whose checkpoint is in place."""
         output = self.work.output
         journal = self.work.read() if output.is_dir() else None
         if journal is None or not journal["complete"]:
@@ -44,7 +44,7 @@ class EarlierRun:
         return journal if are_in_place(output, journal["shards"]) else None
 
     def check_output(self, overwrite: bool, keep_tokenizer: bool) -> None:
-        """Refuse an output that must not be replaced; remove what a finished run left beside it."""
+        """Refuse an output that must not be replaced; remove leftovers of a finished run."""
         try:
             ended = self._journal_in_place() is not None
             useless = ended or not self.work.read_all()
@@ -65,7 +65,7 @@ class EarlierRun:
     def journals(self) -> list[dict[str, Any]]:
         """Return the journals of all ranks to resume from; none where this run starts anew.
 
-        A run that this one would erase, or that was started with something else, is refused.
+        Refuses to erase another run, or to resume one with other inputs.
         """
         output = self.work.output
         unfinished = self.work.journal.exists() or self.work.has_ranks()
@@ -83,8 +83,8 @@ class EarlierRun:
         if changed := list(dict.fromkeys(lines)):
             listed = "\n".join(f"  - {line}" for line in changed)
             raise CheckpointError(
-                f"an unfinished run for {output} was started with something else:\n{listed}"
-                "\nGive what it was started with to resume it, or start anew with resume=False."
+                f"an unfinished run for {output} was started with other inputs:\n{listed}"
+                "\nUse the same inputs to resume it, or start anew with resume=False."
             )
         return found
 

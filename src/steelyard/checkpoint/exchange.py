@@ -1,4 +1,4 @@
-"""Exchanging two folders in one step, where the system can."""
+"""Exchanges two folders atomically, where the system can."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Experts that a file stacks in one tensor, and the names that servers have for each of them.
+"""Experts that a file stacks in one tensor, and the names that servers use for each of them.
 
 Most mixtures of experts store a tensor for each expert and projection. Some stack all experts of a
-layer: (experts, out, in) or (experts, in, out), gate and up in one tensor, one after the other or,
-in gpt-oss, in turns.
+layer: (experts, out, in) or (experts, in, out), gate and up in one tensor, concatenated or, in
+gpt-oss, interleaved.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Stack:
 
 
 def parts_of_stack(name: str, experts: int) -> list[tuple[str, ...]]:
-    """Return the names of the tensors that each expert has in a stack, in their order.
+    """Return the names of the tensors of each expert in a stack, in order.
 
     >>> parts_of_stack("mlp.experts.gate_up_proj", 1)
     [('mlp.experts.0.gate_proj.weight', 'mlp.experts.0.up_proj.weight')]
@@ -54,7 +54,7 @@ def parts_of_stack(name: str, experts: int) -> list[tuple[str, ...]]:
 
 
 def is_turned(gate_up: tuple[int, ...], down: tuple[int, ...], hidden: object) -> bool | None:
-    """Whether experts are stored as (in, out); None where the shapes leave it open.
+    """Whether experts are stored as (in, out); None where the shapes are ambiguous.
 
     The output of `down_proj` has the model's width, and its input half the rows of `gate_up_proj`.
     """

@@ -1,8 +1,8 @@
 """Figures of one module for the report, computed while its tensors are in memory.
 
-They are of a sample: at most `SAMPLE` weights, in short runs spread over the whole matrix. A run is
-within one group, so it has one scale. The same weights are taken before and after quantization, and
-a matrix that is no larger is taken whole.
+They cover a sample: at most `SAMPLE` weights, in short runs spread over the whole matrix. A run is
+within one group, so it has one scale. The sample has the same weights before and after
+quantization, and all of a matrix that is no larger.
 
     {"sampled": 16384, "clipped": 0.0004,
      "weight": {"low": -0.11, "high": 0.12, "before": [...], "after": [...]},
@@ -41,7 +41,7 @@ from steelyard.kernels.scale_blocks import block_of, blocks_in
 __all__ = ["BINS", "SAMPLE", "SCALE_BINS", "figures_of", "module_figures", "with_figures"]
 
 SAMPLE = 1 << 14  # weights
-BINS, SCALE_BINS = 49, 24  # odd: zero lies inside a bin where the range is even about it
+BINS, SCALE_BINS = 49, 24  # odd: in a symmetric range, zero lies inside a bin
 _RUN = 64  # neighbouring weights
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
@@ -56,7 +56,7 @@ def figures_of(
 
     weight:  (out, in), the original
     qparams: `weight_scale`, `weight_zero_point`, `weight_global_scale`, `weight_g_idx`
-    after:   (out, in), the rounded weight; None where each goes to the nearest value
+    after:   (out, in), the rounded weight; None if each is rounded to nearest
     """
     rows, columns = weight.shape
     scale, groups = qparams[SCALE], qparams.get(GROUP_INDEX)
@@ -98,7 +98,7 @@ def module_figures(module: Module, after: torch.Tensor | None = None) -> dict[st
 
 
 def with_figures(details: dict[str, Any], figures: dict[str, Any]) -> dict[str, Any]:
-    """Return the details of a module's result with its figures among them, if there are any."""
+    """Return the details of a module's result, with its figures if there are any."""
     return {**details, "figures": figures} if figures else details
 
 
@@ -114,9 +114,9 @@ def _places(
 
 
 def _spread_out(count: int, wanted: int, device: torch.device) -> torch.Tensor:
-    """Return at most `wanted` of `count` places, one at an uneven place of each equal part.
+    """Return at most `wanted` of `count` indices, one at a varying offset in each equal interval.
 
-    Even steps would fall on the same columns in every row.
+    A constant stride would hit the same columns in every row.
     """
     wanted = max(wanted, 1)
     if count <= wanted:
@@ -132,7 +132,7 @@ def _clipped(
     args: QuantizationArgs,
     global_scale: torch.Tensor | None,
 ) -> float:
-    """Return the share of weights beyond the range by more than half of the step at its end."""
+    """Return the fraction of weights beyond the range by more than half of the step at its end."""
     low, high = quantized_range(args)
     step = 1.0
     if args.type == "float":
@@ -187,7 +187,7 @@ def _effective(scale: torch.Tensor, global_scale: torch.Tensor | None) -> torch.
 
 
 def _range(low: float, high: float) -> tuple[float, float]:
-    """Return a range with some width, in few digits that still hold all values."""
+    """Return a range of nonzero width, rounded to few digits, that still holds all values."""
     margin = max(high - low, abs(low), abs(high)) * 1e-5
     if high == low:
         margin = abs(low) * 0.1 or 1.0

@@ -17,9 +17,9 @@ _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def check_finite(name: str, tensor: torch.Tensor) -> None:
-    """Raise `NonFiniteError` where a tensor of floats holds NaN or infinity.
+    """Raise `NonFiniteError` if a tensor of floats holds NaN or infinity.
 
-    A single number may: in fp16, the constant that masks attention is infinite.
+    A scalar may: in fp16, the constant that masks attention is infinite.
     """
     if tensor.ndim and not _is_finite(tensor):
         raise NonFiniteError(describe_non_finite(tensor, name))
@@ -38,5 +38,5 @@ def finite_pieces(name: str, source: Shards) -> Iterator[Any]:
 def _is_finite(tensor: torch.Tensor) -> bool:
     if tensor.dtype not in _FLOATS or tensor.numel() == 0:
         return True
-    low, high = torch.aminmax(tensor.detach())  # a NaN comes through
+    low, high = torch.aminmax(tensor.detach())  # NaN propagates
     return bool(torch.isfinite(low) & torch.isfinite(high))

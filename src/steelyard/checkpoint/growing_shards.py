@@ -1,7 +1,7 @@
-"""The shards of a checkpoint while it is written: which takes a tensor, and which are complete.
+"""The shards of a checkpoint while it is written: assigns tensors to them, and completes them.
 
-Until their number is known, shards have names of their own; `name_all` gives them those of the
-format, and writes the index.
+Until their number is known, shards have temporary names; `name_all` gives them those of the format,
+and writes the index.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class GrowingShards:
         self.names: set[str] = set()
         self._file: ShardFile | None = None  # the shard that is being written
         self._position = 0  # its number
-        self._planned = False  # the caller says which shard a tensor belongs to
+        self._planned = False  # the caller assigns tensors to shards
 
     # -- tensors ------------------------------------------------------------------------------
 
     def file_for(self, name: str, nbytes: int, dimensions: int) -> ShardFile:
-        """Return the file that takes a tensor of this size."""
+        """Return the file to write a tensor of this size to."""
         if name in self.names:
             raise CheckpointError(f"{name} was added to the checkpoint twice")
         self.names.add(name)
@@ -88,12 +88,12 @@ class GrowingShards:
         self._planned = False
 
     def end_planned(self) -> None:
-        """Complete the current shard if the caller said which it is."""
+        """Complete the current shard if the caller chose it with `at`."""
         if self._planned:
             self.end_current()
 
     def abandon(self) -> None:
-        """Close the file that is being written, as it is."""
+        """Close the current file without completing it."""
         if self._file is not None:
             self._file.abandon()
 
@@ -107,7 +107,7 @@ class GrowingShards:
         return states
 
     def adopt(self, complete: dict[int, Record], incomplete: dict[int, Record]) -> None:
-        """Start from what the first rank restored."""
+        """Start from the shards that the first rank restored."""
         self.complete, self.incomplete = complete, incomplete
         self._note_names()
 

@@ -1,6 +1,6 @@
-"""The header of a safetensors file, read as if its author meant harm.
+"""Reads the header of a safetensors file as untrusted input.
 
-What safetensors itself refuses is refused; where this is stricter, a comment says why.
+It refuses everything that safetensors refuses; where it is stricter, a comment says why.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class TensorInfo:
 
 
 def read_header(file: Path) -> tuple[list[TensorInfo], os.stat_result]:
-    """Return the tensors of a file in the order of their bytes, and the state that it was in."""
+    """Return the tensors of a file in the order of their bytes, and the file's state."""
     with os.fdopen(open_file(file), "rb") as stream:
         try:
             state = os.fstat(stream.fileno())
@@ -114,8 +114,8 @@ def _check_coverage(file: Path, infos: list[TensorInfo], base: int, size: int) -
         if info.offset != end:
             wrong = "overlaps" if info.offset < end else "leaves a gap after"
             raise CheckpointError(
-                f"{info.name} in {file} has its data at {info.offset - base:,} where "
-                f"{end - base:,} is due, so it {wrong} {before}; download the file again, or save "
+                f"{info.name} in {file} has its data at {info.offset - base:,}, expected "
+                f"{end - base:,}, so it {wrong} {before}; download the file again, or save "
                 "the model again"
             )
         end, before = info.offset + info.nbytes, info.name
@@ -127,9 +127,9 @@ def _check_coverage(file: Path, infos: list[TensorInfo], base: int, size: int) -
 
 
 def check_name(file: Path, name: str) -> None:
-    """Refuse a name that a message or a report could not print as it is.
+    """Refuse a name that a message or a report cannot print unescaped.
 
-    safetensors takes any; but an empty one belongs to no module, and control or formatting
+    safetensors accepts any; but an empty one belongs to no module, and control or formatting
     characters would let a checkpoint write anything to the terminal.
     """
     if not name or len(name) > _MAX_NAME or not name.isprintable():
@@ -141,12 +141,12 @@ def check_name(file: Path, name: str) -> None:
 
 def _tensor_info(file: Path, name: str, entry: Any, base: int) -> TensorInfo:
     check_name(file, name)
-    # safetensors skips fields that it does not know. One of these would be there to change what
-    # the bytes mean; and it reads a list of three values, an accident of its parser.
+    # safetensors skips unknown fields, but such a field could change the meaning of the bytes; and
+    # it accepts a list of three values, an accident of its parser.
     if not isinstance(entry, dict) or entry.keys() != {*_FIELDS}:
         what = f"the fields {show([*entry])}" if isinstance(entry, dict) else f"{show(entry)}"
         raise CheckpointError(
-            f"{name} in {file} has {what} where {', '.join(_FIELDS)} are due; save the model again"
+            f"{name} in {file} has {what}, expected {', '.join(_FIELDS)}; save the model again"
         )
     kind, shape, offsets = (entry[field] for field in _FIELDS)
     if not isinstance(kind, str) or kind not in _DTYPES:
@@ -175,15 +175,15 @@ def _tensor_info(file: Path, name: str, entry: Any, base: int) -> TensorInfo:
 
 
 def _is_sizes(value: object) -> bool:
-    """Whether it is a list of integers from 0; `type`, for True is an int too."""
+    """Whether it is a list of integers >= 0; compares `type`, since True is an int too."""
     return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
 
 
 def _product(shape: list[int]) -> int | None:
     """Return the number of elements; None if torch cannot hold the shape.
 
-    Stops at the first product that is too large: that of a million sizes takes minutes. Zeros do
-    not hide the others, as the strides of an empty tensor are computed all the same.
+    Stops at the first product that is too large: the product of a million sizes takes minutes.
+    Zeros do not hide the others, since torch computes the strides of an empty tensor too.
     """
     product = 1
     for size in shape:

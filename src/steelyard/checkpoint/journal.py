@@ -2,8 +2,8 @@
 
     {"format": 5, "sha256": "...", "content": {...}}
 
-The digest covers the content as it is written, so any change by a disk or an editor is noticed. It
-is no signature: whoever can write to the folder can also write a digest. The content names every
+The digest covers the content as written, so it detects any change by a disk or an editor. It is not
+a signature: anyone who can write to the folder can also write a digest. The content names every
 file that the run needs to resume, each with its size and checksum.
 """
 
@@ -33,7 +33,7 @@ class _Strict(BaseModel):
 
 
 class FileRecord(_Strict):
-    """A file beside the checkpoint, such as the hidden states that flow into the next layer."""
+    """A file next to the checkpoint, such as the hidden states for the next layer."""
 
     size: Count
     crc: Crc
@@ -69,16 +69,16 @@ class OpenShard(_Strict):
 
 
 class Journal(_Strict):
-    """What a rank recorded.
+    """Progress of one rank.
 
     identity: inputs of the run; empty where it cannot be resumed
     complete: the checkpoint is complete, and may be in place already
-    folder:   inode of the folder that the checkpoint grows in, also when it was moved
+    folder:   inode of the checkpoint's folder, the same after it is moved
     shards:   by number
     open:     by number
     files:    by name, in the work folder
     changed:  tensors of the source that the run changed without quantizing them
-    progress: one mark of each rank; the engine defines their form
+    progress: one mark per rank; the engine defines their form
     """
 
     identity: dict[str, Any]
@@ -109,7 +109,7 @@ def read_journal(path: Path) -> dict[str, Any]:
             f"{path} is of another version of Steelyard, or damaged; start anew with resume=False"
         )
     if not isinstance(outer, dict) or set(outer) != {"format", "sha256", "content"}:
-        raise _damaged(path, "it is no journal")
+        raise _damaged(path, "it is not a journal")
     opening = _opening(outer["sha256"])
     content = whole.removeprefix(opening)[:-1]
     if not whole.startswith(opening) or _digest(content) != outer["sha256"]:
@@ -124,7 +124,7 @@ def read_journal(path: Path) -> dict[str, Any]:
 
 
 def file_record(path: Path) -> dict[str, int]:
-    """Return what `check_file` needs to know about a file, which is on the disk already."""
+    """Return the record of a file on disk, for `check_file`."""
     size = path.stat().st_size
     return {"size": size, "crc": checksum(path, 0, size)}
 

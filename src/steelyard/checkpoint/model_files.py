@@ -1,6 +1,6 @@
-"""Which files belong to a model, by their names.
+"""Decides by name which files belong to a model.
 
-This decides what `overwrite` may delete, and what is copied from a tokenizer's folder. A file whose
+`overwrite` deletes only these, and only these are copied from a tokenizer's folder. A file whose
 name is not listed belongs to the user.
 """
 
@@ -87,7 +87,7 @@ def is_checkpoint(folder: Path) -> bool:
 def foreign_files(folder: Path, listed: Collection[Path] = ()) -> Iterator[Path]:
     """Yield files and folders that do not belong to a model, relative to the folder.
 
-    A subfolder that cannot hold files of a model, or is another disk, is yielded as a whole.
+    Yields a subfolder as a whole if it cannot hold files of a model, or is another disk.
 
     listed: further files that belong to the model
     """
@@ -114,7 +114,7 @@ def _may_hold_files(relative: Path) -> bool:
 
 
 def _matches(relative: Path, patterns: tuple[str, ...]) -> bool:
-    """Whether a pattern with as many folders matches; in the hub's cache, with more."""
+    """Whether a pattern of the same depth matches; in the hub's cache, of any depth."""
     text = relative.as_posix()
     return any(
         fnmatchcase(text, pattern)

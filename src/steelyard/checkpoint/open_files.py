@@ -21,7 +21,7 @@ class OpenFiles:
         self._lock = threading.Lock()
 
     def descriptor(self, file: Path) -> int:
-        """Return a descriptor for `os.preadv`, which moves no position that threads share."""
+        """Return a descriptor for `os.preadv`, which does not move the position threads share."""
         with self._lock:
             if file not in self._handles:
                 self._handles[file] = open_file(file)

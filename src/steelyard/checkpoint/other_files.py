@@ -1,6 +1,6 @@
 """Files of a checkpoint that are not weights, and are copied to the output.
 
-A link among them could bring anything into the output: it must stay in the folder, or be one of the
+A link among them could copy any file to the output: its target must be in the folder, or in the
 hub's cache.
 """
 
@@ -26,7 +26,7 @@ _SHARED_BLOB = re.compile(r"[0-9a-f]{2}/[0-9a-f]{64}")  # in the store that cach
 def other_files(folder: Path) -> list[Path]:
     """Return the files of a folder that are not weights, relative to it.
 
-    A link to a folder is not followed: files inside the checkpoint are listed where they are.
+    Does not follow links to folders: files inside the checkpoint are listed where they are.
     """
     root = folder.resolve()
     found, pending = [], [folder]
@@ -44,7 +44,7 @@ def other_files(folder: Path) -> list[Path]:
 def copy_files(
     folder: Path, files: Iterable[Path], target: Path, without: Iterable[str] = ()
 ) -> list[Path]:
-    """Copy files of a folder that `target` does not hold yet; return those that were copied.
+    """Copy files of a folder that `target` does not hold yet; return the copied ones.
 
     files, without: relative to the folder
     """
@@ -66,7 +66,7 @@ def copy_files(
 
 
 def check_kinds(folder: Path) -> None:
-    """Refuse pipes and devices in a folder that a library will read; nothing if there is none."""
+    """Refuse pipes and devices in a folder that a library will read; a missing folder passes."""
     for path in entries(folder) if folder.is_dir() else ():
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise CheckpointError(
@@ -87,7 +87,7 @@ def entries(folder: Path) -> list[Path]:
 
 
 def can_be_copied(path: Path, root: Path) -> bool:
-    """Whether a path is a file that can be copied; raises where copying is unsafe or impossible.
+    """Whether a path is a file that can be copied; raise if copying is unsafe or impossible.
 
     root: the folder of the checkpoint, resolved
     """
@@ -116,8 +116,8 @@ def _is_cached(target: Path, root: Path) -> bool:
     """Whether it is a blob of the cached model that `root` is a snapshot of.
 
     The hub's cache has models--x--y/snapshots/<revision>/<file>, a link into models--x--y/blobs,
-    where newer versions keep a link to blobs/<2 digits>/<hash> beside models--x--y. If `blobs` is
-    itself a link, it may have come with the checkpoint and lead anywhere: that does not count.
+    where newer versions keep a link to blobs/<2 digits>/<hash> next to models--x--y. If `blobs` is
+    itself a link, it may come from the checkpoint and point anywhere: that does not count.
     """
     for snapshots in (folder for folder in root.parents if folder.name == "snapshots"):
         own, shared = snapshots.parent / "blobs", snapshots.parent.parent / "blobs"

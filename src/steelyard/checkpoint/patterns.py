@@ -1,8 +1,8 @@
-"""Regular expressions of recipes and checkpoints, tried in a process that can be stopped.
+"""Tries regular expressions of recipes and checkpoints in a process that can be stopped.
 
-Python's `re` backtracks: `(.+)+x` takes years on a name of 60 characters, and nothing else in the
-process runs meanwhile. So expressions are first matched against the names in a process of their
-own, with a time limit, before compressed-tensors uses them.
+Python's `re` backtracks: `(.+)+x` takes years on a name of 60 characters and blocks the process. So
+a subprocess with a time limit first matches expressions against the names, before
+compressed-tensors uses them.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ __all__ = ["PREFIX", "problem_of", "slow_pattern"]
 
 PREFIX = "re:"
 LONGEST = 10_000  # characters of an expression
-SECONDS = 2.0  # that the processor may take for one expression, and for each name
+SECONDS = 2.0  # CPU time for one expression on all names
 SECONDS_PER_NAME = 5e-5
-_WAIT = 120.0  # in case the limit does not hold; much longer, as a machine may be busy
+_WAIT = 120.0  # seconds, if the limit has no effect; much longer, as a machine may be busy
 _BRANCHES = re.compile(r"[*+?{|]")
 
 _TRIAL = """
@@ -53,7 +53,7 @@ def problem_of(pattern: str) -> str | None:
 def slow_pattern(patterns: Iterable[str], names: Collection[str]) -> str | None:
     """Return a sentence on the first `re:` expression that takes too long on some name, or None.
 
-    One with a single repetition or alternative cannot, and costs no process.
+    An expression with a single repetition or alternative cannot, and starts no process.
     """
     asked = [p for p in dict.fromkeys(patterns) if p.startswith(PREFIX)]
     asked = [p for p in asked if len(_BRANCHES.findall(p)) > 1]

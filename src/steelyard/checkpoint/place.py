@@ -39,7 +39,7 @@ def output_path(given: str | Path) -> Path:
 
 
 def check_output(out: Path, overwrite: bool, keep_tokenizer: bool = False) -> None:
-    """Refuse a place that cannot take a checkpoint, or holds something that must not be lost.
+    """Refuse an output that cannot be written, or holds files that must not be lost.
 
     Only an empty folder or, with `overwrite`, a checkpoint is replaced.
 
@@ -68,7 +68,7 @@ def check_output(out: Path, overwrite: bool, keep_tokenizer: bool = False) -> No
 def _check_not_around(out: Path) -> None:
     """Refuse the current folder, the home folder and their parents."""
     for name, find in (("current", Path.cwd), ("home", Path.home)):
-        with suppress(OSError, RuntimeError):  # there may be none
+        with suppress(OSError, RuntimeError):  # it may not exist
             place = find().resolve()
             if out == place:
                 raise CheckpointError(
@@ -106,12 +106,12 @@ def _check_replaceable(out: Path, overwrite: bool, keep_tokenizer: bool) -> None
         )
     if not whole and not kept:
         raise CheckpointError(
-            f"{out} is not empty and has no config.json with weights beside it, so it is no "
-            "checkpoint and is not replaced, even with overwrite=True; choose another folder"
+            f"{out} is not empty and has no config.json with weights, so it is not a checkpoint "
+            "and is not replaced, even with overwrite=True; choose another folder"
         )
     if not overwrite and not kept:
         raise CheckpointError(
-            f"{out} is not empty; choose another folder, or replace what it holds with "
+            f"{out} is not empty; choose another folder, or replace its contents with "
             "overwrite=True"
         )
 
@@ -137,16 +137,16 @@ def _is_unchanged(path: Path, recorded: FileDigest) -> bool:
 
 
 def check_apart(out: Path, source: Path) -> None:
-    """Refuse an output that is, contains or is inside the checkpoint that is read meanwhile."""
+    """Refuse an output that is, contains or is inside the source."""
     if out == source:
         raise CheckpointError(f"{out} is the source itself; choose another folder for the output")
     if out in source.parents:
         raise CheckpointError(f"{out} contains the source {source}; choose another output folder")
     if source in out.parents:
         raise CheckpointError(f"{out} is inside the source {source}; choose another output")
-    for file in source.glob("*.safetensors"):  # which may be links
+    for file in source.glob("*.safetensors"):  # they may be links
         if out in file.resolve().parents:
             raise CheckpointError(
-                f"{file} leads into {out}, which would be replaced; choose another folder for the "
+                f"{file} links into {out}, which would be replaced; choose another folder for the "
                 "output"
             )

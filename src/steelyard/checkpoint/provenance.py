@@ -1,8 +1,8 @@
 """`provenance.json`: the source of a checkpoint, and a digest of every file in it.
 
 It is written last. It holds no time and no path, so the same run writes the same bytes. Files that
-may be edited later have no digest. `changed` lists the tensors that differ from the source because
-the run changed them, before or without quantizing them; it is absent where there are none.
+may be edited later have no digest. `changed` lists the tensors that the run changed before or
+without quantizing them; it is absent if there are none.
 
     {"schema_version": 1, "steelyard": "0.4.0",
      "source": {"config.json": {"bytes": 654, "sha256": "..."},
@@ -13,7 +13,7 @@ the run changed them, before or without quantizing them; it is absent where ther
      "mutable": ["README.md", "report.html", "report.json"],
      "changed": ["model.norm.weight"]}
 
-`tensors` are CRC-32: they show which tensor changed in a file whose SHA-256 no longer matches.
+`tensors` are CRC-32: they tell which tensor changed in a file whose SHA-256 no longer matches.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def read_provenance(folder: Path) -> Provenance | None:
 
 
 def hashing_threads() -> ThreadPoolExecutor:
-    """Return a thread pool in which files are hashed side by side."""
+    """Return a thread pool that hashes files in parallel."""
     return ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1))
 
 
@@ -172,7 +172,7 @@ class _TensorSums:
         self.found: dict[str, str] = {}
 
     def add(self, piece: memoryview, start: int) -> None:
-        """Take the bytes of the file from `start` on."""
+        """Add the bytes of the file from `start` on."""
         stop = start + len(piece)
         while self._next < len(self._infos):
             info = self._infos[self._next]

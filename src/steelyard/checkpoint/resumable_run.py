@@ -1,7 +1,7 @@
-"""A run that records how far it came, and resumes from there.
+"""A run that records its progress, and resumes from there.
 
-A mark says that everything added so far is on the disk. Each rank replaces its journal, one sealed
-file, in one step. A run that resumes removes files that no journal lists.
+A mark records that everything added so far is on disk. Each rank replaces its journal, one sealed
+file, atomically. A run that resumes removes files that no journal lists.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ __all__ = ["ResumableRun"]
 
 
 class ResumableRun:
-    """The part of a writer that survives its process.
+    """The persistent state of a writer.
 
     progress: content of the last marks, of each rank of an earlier run or of this one
-    files:    those in the work folder that the marks need, by name, with `file_record` of each
+    files:    files in the work folder that the marks need: name -> `file_record`
     changed:  tensors that the run changed without quantizing them; see `claim`
     finished: the checkpoint is in place
     """
 
     mark_seconds: ClassVar[float] = 10.0
-    """Time between two marks; a crash costs as much at most."""
+    """Time between two marks: the most that a crash loses."""
 
     def __init__(
         self,
@@ -53,18 +53,18 @@ class ResumableRun:
         self.finished = False
         self._earlier = EarlierRun(self.work, identity, resume)
         self._shards = GrowingShards(self.work.checkpoint, max_shard_bytes)
-        self._marked = 0.0  # when
+        self._marked = 0.0  # time of the last mark
         self._keep = False  # keep the work folder when the run fails
 
     @property
     def partial(self) -> Path:
-        """Where the checkpoint grows."""
+        """Folder of the unfinished checkpoint."""
         return self.work.checkpoint
 
     # -- resuming -----------------------------------------------------------------------------
 
     def _start(self, overwrite: bool, keep_tokenizer: bool) -> None:
-        """Resume an earlier run, or start a new one, on the first rank; send that to the others."""
+        """Resume an earlier run, or start a new one, on the first rank; inform the others."""
         begun = None
         if self.ranks.is_first:
             self.work.open()
@@ -93,7 +93,7 @@ class ResumableRun:
         journals = self._earlier.journals()
         self.finished = self._earlier.is_finished
         if not journals:
-            self.work.clear()  # may bring back an output that an earlier run put aside
+            self.work.clear()  # may restore an output that an earlier run moved aside
             check_output(self.output_dir, overwrite, keep_tokenizer)
             self.partial.mkdir()
             return
@@ -103,7 +103,7 @@ class ResumableRun:
             self.files.update(journal["files"])
             self.changed.update(journal["changed"])
         if self.finished:
-            if self.partial.exists():  # what the output held before: they were exchanged
+            if self.partial.exists():  # the old output: the two were exchanged
                 shutil.rmtree(self.partial)
             return
         if not self.partial.is_dir():
@@ -120,7 +120,7 @@ class ResumableRun:
     def due(self, cost: float = 0.0) -> bool:
         """Whether it is time for a mark.
 
-        cost: seconds that the last one took beside the wait for the disk; marks take at most a
+        cost: seconds that the last one took, without the wait for the disk; marks take at most a
               twentieth of the run
         """
         passed = time.monotonic() - self._marked
@@ -132,9 +132,9 @@ class ResumableRun:
             return
         self.work.record(
             {
-                "identity": self.identity or {},  # without one, nobody resumes from here
+                "identity": self.identity or {},  # without one, no run resumes from here
                 "complete": complete,
-                "folder": self.partial.stat().st_ino,  # keeps its number when it is renamed
+                "folder": self.partial.stat().st_ino,  # unchanged when it is renamed
                 "shards": self._shards.complete,
                 "open": self._shards.open_states(),
                 "files": self.files,
@@ -153,13 +153,13 @@ class ResumableRun:
         names: as in the files; the `weight` of a quantized module too, where it was changed before
                it was quantized
 
-        The validator holds all others to the bytes of the source. Claims are part of the next mark,
+        The validator requires the source's bytes for all others. The next mark records the claims,
         and `join` gathers those of all ranks.
         """
         self.changed.update(names)
 
     def _gather(self) -> None:
-        """Wait until all ranks have written their shards; take over their records and claims."""
+        """Wait until all ranks have written their shards; gather their records and claims."""
         self._shards.end_planned()
         gathered = self.ranks.gather((self._shards.complete, sorted(self.changed)))
         self._shards.join([complete for complete, _ in gathered])

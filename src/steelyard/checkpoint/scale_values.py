@@ -1,4 +1,4 @@
-"""Are the stored scales and zero points usable, and are they those that the run reported?"""
+"""Checks that stored scales and zero points are usable, and match the report of the run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ReportedScales:
 def weight_values(
     written: WrittenCheckpoint, broken: set[str], allow_negative: bool
 ) -> Iterator[str]:
-    """Yield scales that cannot be divided by, and zero points outside the quantized type."""
+    """Yield scales that are not valid divisors, and zero points outside the quantized type."""
     for module, scheme in written.schemes.items():
         values = values_of(scheme)
         for local in sorted(written.tensors[module]):
@@ -70,7 +70,7 @@ def state_values(structure: Structure) -> Iterator[str]:
             used = next((g.input_activations for g in groups if not g.weights), None)
         for local in sorted(names):
             if used is None:
-                yield f"{module}.{local} is there, but the config quantizes no such state"
+                yield f"{module}.{local} exists, but the config quantizes no such state"
             else:
                 yield from _check(written, f"{module}.{local}", used, signed=False)
 

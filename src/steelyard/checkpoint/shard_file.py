@@ -1,12 +1,11 @@
 """One safetensors file, written tensor by tensor, and resumed after a crash.
 
-The format starts with a header of offsets, so writers usually gather all tensors first. Here room
-is reserved for the header, which may be padded with spaces, and the bytes follow at once. A tensor
-must start at a multiple of its element's size: those of odd sizes, which are small, wait until the
-end.
+The format starts with a header of offsets, so writers usually gather all tensors first. This one
+reserves room for the header, which may be padded with spaces, and writes the bytes at once. A
+tensor must start at a multiple of its element's size: those of odd sizes, which are small, are
+written last.
 
-A checksum of all bytes is kept meanwhile. The complete file is read back from the disk and must
-have the same checksum.
+The complete file is read back from disk and must have the checksum of the bytes written.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _PIECE = 1 << 24
 class ShardFile:
     """A shard; keeps only tensors in memory whose size is not a multiple of 8 bytes.
 
-    state: what `state()` returned, to resume from
+    state: result of `state()` to resume from
     """
 
     def __init__(self, path: Path, state: dict[str, Any] | None = None) -> None:
@@ -99,7 +98,7 @@ class ShardFile:
     # -- resuming -----------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return what it takes to resume from here, in JSON's types; the bytes are on the disk."""
+        """Return the state to resume from, in JSON's types; the bytes are on disk."""
         os.fsync(self._handle)
         waiting = {
             n: [d, s, base64.b64encode(b).decode()] for n, (d, s, b) in self._waiting.items()
@@ -153,24 +152,24 @@ class ShardFile:
         record = {**sums, "size": len(header) + self._written}
         if not is_whole(self.path, record):
             raise CheckpointError(
-                f"{self.path} does not hold what was written to it; the disk may be failing"
+                f"{self.path} does not hold the bytes written to it; the disk may be failing"
             )
         return record
 
     def abandon(self) -> None:
-        """Close the file as it is."""
+        """Close the file without completing it."""
         if self._handle >= 0:
             os.close(self._handle)
             self._handle = -1
 
 
 def entry_bytes(name: str, dimensions: int) -> int:
-    """Return how many bytes a tensor takes in the header, at most."""
+    """Return the most bytes that a tensor takes in the header."""
     return len(json.dumps(name)) + 22 * dimensions + 96
 
 
 def is_whole(path: Path, record: dict[str, int]) -> bool:
-    """Whether a file is still as it was when `close` returned `record`."""
+    """Whether a file is unchanged since `close` returned `record`."""
     if not path.is_file() or path.stat().st_size != record["size"]:
         return False
     start = record["header"]
@@ -180,7 +179,7 @@ def is_whole(path: Path, record: dict[str, int]) -> bool:
 
 
 def checksum(path: Path, start: int, end: int) -> int:
-    """Return the CRC-32 of the bytes `start` to `end` of a file, or of as many as there are."""
+    """Return the CRC-32 of the bytes `start` to `end` of a file, or to its end."""
     crc = 0
     handle = os.open(path, os.O_RDONLY)
     try:

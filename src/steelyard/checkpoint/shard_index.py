@@ -1,4 +1,4 @@
-"""Which files of a folder make up a checkpoint: those of the index, else one file, else all."""
+"""Finds the files that make up a checkpoint: those of the index, else one file, else all."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NUMBERED = re.compile(r"(.+)-(\d{1,9})-of-(\d{1,9})\.safetensors")
 
 
 def find_shards(folder: Path) -> tuple[dict[str, str] | None, list[Path], list[Path]]:
-    """Return the index, if there is one, the files to read, and other safetensors beside them.
+    """Return the index, if there is one, the files to read, and all other safetensors files.
 
     index: name of a tensor -> name of its file
     """
@@ -79,7 +79,7 @@ def _check_files(folder: Path, files: list[Path], present: list[Path]) -> None:
 
 
 def _check_numbers(folder: Path, present: list[Path]) -> None:
-    """Refuse shards whose names say that there are more; without an index nothing else does."""
+    """Refuse shards whose names imply missing ones; without an index nothing else tells."""
     numbers: dict[tuple[str, int], set[int]] = {}
     for path in present:
         if match := _NUMBERED.fullmatch(path.name):

@@ -1,7 +1,7 @@
 """A folder of safetensors, read one tensor at a time.
 
-Opening the folder reads headers alone, so a model of any size opens at once, and a folder that is
-incomplete or contradicts itself is refused before any work is done with it.
+Opening the folder reads only headers, so a model of any size opens at once, and a folder that is
+incomplete or contradicts itself is refused before any work is done.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ PIECE = 1 << 22
 
 
 class Shards:
-    """Read-only view of a checkpoint; tensors are read when asked for.
+    """Read-only view of a checkpoint that reads tensors on demand.
 
-    Files are those that the index names; without one, `model.safetensors`, else all that there
-    are. `unread` lists the safetensors beside them. A shard may be a link to any file: that lets
-    many folders share one copy, and nothing but tensors is taken from it.
+    Files are those that the index names; without one, `model.safetensors`, else all. `unread` lists
+    the other safetensors files. A shard may be a link to any file: that lets many folders share one
+    copy, and only tensors are read from it.
 
     >>> with Shards("SmolLM2-135M") as shards:
     ...     shards.read("model.norm.weight").shape
@@ -48,8 +48,8 @@ class Shards:
             raise unreadable(self.folder, error) from error
         if not is_folder:
             raise CheckpointError(
-                f"{self.folder} is not a folder; give the path of a downloaded checkpoint, "
-                "for instance what `hf download` prints"
+                f"{self.folder} is not a folder; pass the path of a downloaded checkpoint, "
+                "such as `hf download` prints"
             )
         index, self.files, self.unread = find_shards(self.folder)
         self._infos: dict[str, TensorInfo] = {}
@@ -90,9 +90,9 @@ class Shards:
         return self._infos[name]
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a tensor, in memory of its own.
+        """Return a tensor in its own memory.
 
-        Mapping the file instead would count all that was ever read as memory in use.
+        Mapping the file instead would count everything ever read as memory in use.
         """
         return self.read_stored(self.info(name))
 
@@ -110,13 +110,13 @@ class Shards:
         )
 
     def read_stored(self, info: TensorInfo) -> torch.Tensor:
-        """Return the tensor at the place that `info` gives."""
+        """Return the tensor that `info` locates."""
         try:
             raw = _memory(info.nbytes)
         except (RuntimeError, OSError) as error:
             raise CheckpointError(
-                f"{info.name} in {info.file} has {info.nbytes:,} bytes, more than there is memory; "
-                "use a machine that has it"
+                f"{info.name} in {info.file} has {info.nbytes:,} bytes, more than the free memory; "
+                "use a machine with more"
             ) from error
         self._fill(memoryview(raw.numpy()), info, 0)  # type: ignore[arg-type]
         return raw.view(info.dtype).reshape(info.shape)
@@ -180,7 +180,7 @@ class Shards:
 
 
 def _memory(nbytes: int) -> torch.Tensor:
-    """Return bytes to read into; in large pages, since entering small ones costs like reading."""
+    """Return bytes to read into; in huge pages, since faults of small ones cost like reading."""
     if nbytes < PIECE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(nbytes, dtype=torch.uint8)
     pages = mmap.mmap(-1, nbytes)

@@ -19,7 +19,7 @@ class StoredWeight:
 
     names: local names of its stored tensors
     shape: (out, in) of the weight before it was quantized
-    unit:  rows are cut at multiples of it, so that no block and no packed word is cut
+    unit:  rows are read at multiples of it, so that no block and no packed word is split
     """
 
     def __init__(

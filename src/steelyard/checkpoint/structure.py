@@ -1,4 +1,4 @@
-"""Does a checkpoint hold the tensors that its config promises, and none besides?"""
+"""Checks that a checkpoint holds exactly the tensors that its config requires."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Structure:
         self.broken: set[str] = set()
 
     def tensors(self) -> Iterator[str]:
-        """Yield tensors that a scheme needs and that are missing or differ, and those left over."""
+        """Yield tensors of a scheme that are missing or differ, and tensors of no scheme."""
         written = self.written
         cache = written.quantization.kv_cache_scheme
         if not written.schemes and cache is None and not self.states():
@@ -52,7 +52,7 @@ class Structure:
             scheme = written.schemes.get(module)
             if scheme is None:
                 for local in sorted(found):
-                    yield f"{module}.{local} is there, but the config does not quantize {module}"
+                    yield f"{module}.{local} exists, but the config does not quantize {module}"
                 continue
             try:
                 expected = expected_tensors(scheme, written.shape(module), written.dtype(module))
@@ -149,7 +149,7 @@ class Structure:
             for path in self.shards.unread:
                 if not path.name.startswith("consolidated"):
                     yield (
-                        f"{path.name} lies beside model.safetensors, and servers load both; "
+                        f"{path.name} is next to model.safetensors, and servers load both; "
                         "remove it"
                     )
 
@@ -162,7 +162,7 @@ class Structure:
             match = _LAYER.match(f"{module}.")
             if match and _TEXT_STACK.fullmatch(match[1]):
                 stacks.setdefault(match[1], set()).add(int(match[2]))
-        if len(stacks) != 1:  # none that is known, or an encoder beside a decoder
+        if len(stacks) != 1:  # no known stack, or an encoder and a decoder
             return
         (stack, numbers), *_ = stacks.items()
         extra = sum(n for key in _EXTRA_LAYERS if isinstance(n := self._text().get(key), int))

@@ -1,4 +1,4 @@
-"""Writing a safetensors file, with the system's own errors."""
+"""Writes a safetensors file, with the system's own errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of a folder that belong to a tokenizer or processor, by the names transformers gives."""
+"""Files of a folder that belong to a tokenizer or processor, by transformers' names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["tokenizer_files"]
 def tokenizer_files(folder: Path) -> list[Path]:
     """Return the files of a tokenizer or processor in `folder`, relative to it.
 
-    The folder may hold other files, such as keys and data; these are not looked at.
+    The folder may hold other files, such as keys and data, which are not read.
     """
     root, found = folder.resolve(), []
     for path in entries(folder):

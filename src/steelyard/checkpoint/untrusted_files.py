@@ -1,7 +1,7 @@
-"""Files of a stranger: opened only if they are regular files, read only up to a size.
+"""Reads untrusted files: opens only regular files, and reads only up to a size.
 
-A checkpoint comes from a stranger, so nothing in it is believed before it is checked: not the kind
-of a file, nor its size, nor its text.
+A checkpoint comes from a stranger, so everything in it is checked before it is used: the kind of a
+file, its size, and its text.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_JSON = 100_000_000  # bytes; the limit that safetensors has for a header
 
 
 def unreadable(path: Path, error: Exception) -> CheckpointError:
-    """Return the error for a file that the system does not give out."""
+    """Return the error for a file that the system cannot read."""
     number = getattr(error, "errno", None)
     reason = getattr(error, "strerror", None) or str(error)
     if number == errno.ENOENT and path.is_symlink():
@@ -57,8 +57,8 @@ def mode_of(path: Path) -> int:
 def open_file(path: Path) -> int:
     """Return a descriptor of a regular file.
 
-    The kind is looked at before: opening a device can have an effect, and reading one need not
-    end. Should it change in between, O_NONBLOCK keeps a pipe from waiting for its other side.
+    The kind is checked first: opening a device can have an effect, and reading one may never end.
+    If it changes in between, O_NONBLOCK keeps a pipe from waiting for its other side.
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):
@@ -74,7 +74,7 @@ def open_file(path: Path) -> int:
 
 
 def read_json(path: Path, unique: bool = True) -> Any:
-    """Return what a file of JSON holds; ValueError if it is none.
+    """Return the content of a JSON file; ValueError if it is not JSON.
 
     unique: refuse an object with two equal keys
     """
@@ -90,10 +90,10 @@ def read_json(path: Path, unique: bool = True) -> Any:
 
 
 def parse_json(raw: bytes, unique: bool = True) -> Any:
-    """Parse JSON; ValueError for whatever is wrong with it.
+    """Parse JSON; ValueError if it is invalid.
 
-    A key that comes twice is refused too, although safetensors takes the last for the name of a
-    tensor: which of the two counts depends on the reader.
+    A key that comes twice is refused too, although safetensors uses the last one: readers differ in
+    which of the two counts.
     """
     try:
         return json.loads(
@@ -112,5 +112,5 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _integer(digits: str) -> int | float:
-    """Numbers beyond 64 bits, and -0, become floats as in safetensors, which no field may hold."""
+    """Parse numbers beyond 64 bits, and -0, as floats like safetensors; no field allows floats."""
     return int(digits) if len(digits) <= 20 and digits != "-0" else float(digits)

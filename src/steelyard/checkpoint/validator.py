@@ -47,7 +47,7 @@ _ENOUGH = 1 << 26  # weights that are decoded whole, beyond the first and the la
 
 @dataclass
 class Findings:
-    """Result of a check, and how much it covered.
+    """Result of a check, and its coverage.
 
     problems: one line each; an empty list means that the checkpoint is good
     notes:    checks that could not be made, and unusual findings
@@ -113,16 +113,16 @@ def check_checkpoint(
 
     source:         the original: rows of every weight are decoded and compared, and all other
                     tensors must be there
-    reported:       module -> relative squared error of its weight, held against the files
-    scales:         module -> the ends of its scales, as reported by the run
+    reported:       module -> relative squared error of its weight, compared with the files
+    scales:         module -> smallest and largest scale, as reported by the run
     samples:        number of weights that are decoded whole where errors are reported, evenly
                     spread over the model; fewer if they are large
-    fused:          modules that the server merges, which must share global and per-tensor scales
+    fused:          modules that the server fuses, which must share global and per-tensor scales
     allow_negative: symmetric integer weights may have negative scales
     nearest:        every weight was rounded to the nearest code
-    same_bytes:     compare unquantized tensors byte for byte, not by type and shape alone
+    same_bytes:     compare unquantized tensors byte for byte, not only by type and shape
     changed:        tensors that the run changed: they have the source's type and shape and are
-                    finite; None takes those that provenance.json lists, if digests are compared
+                    finite; None uses those that provenance.json lists, if digests are compared
     dtypes:         module -> original type of its weight, where there is no source
     digests:        compare the files with provenance.json
     full:           decode all rows of all weights
@@ -185,7 +185,7 @@ def _check_files(folder: Path, found: Findings, watch: Watch) -> Provenance | No
         except CheckpointError as error:
             found.problems.append(str(error))
         except ValueError as error:
-            found.problems.append(f"{path.name} is no JSON: {error}")
+            found.problems.append(f"{path.name} is not JSON: {error}")
     try:
         provenance = read_provenance(folder)
     except CheckpointError as error:
@@ -193,8 +193,8 @@ def _check_files(folder: Path, found: Findings, watch: Watch) -> Provenance | No
         return None
     if provenance is None:
         found.notes.append(
-            f"no {PROVENANCE}, so there are no digests: a change that keeps types and shapes shows "
-            "only against the source"
+            f"no {PROVENANCE}, so there are no digests: only a comparison with the source finds a "
+            "change that keeps types and shapes"
         )
         return None
     found.digests = check_digests(folder, provenance, watch)
@@ -209,7 +209,7 @@ def _whole(
     reported: Mapping[str, float] | None,
     samples: int,
 ) -> list[str]:
-    """Return the modules that are decoded whole, to hold their error against the reported one."""
+    """Return the modules to decode whole, to compare their error with the reported one."""
     known = [m for m in comparable(written, source) if m in (reported or {})]
     size = sum(math.prod(source.info(f"{m}.weight").shape) for m in known)
     wanted = min(samples, max(_ENOUGH * len(known) // max(size, 1), 2))
@@ -224,8 +224,7 @@ def _settings(
 ) -> Iterator[str]:
     """Compare config.json and tokenizer with the source's.
 
-    Those of a run that read this source must be equal; another writer may have saved them in its
-    own form.
+    After a run that read this source they must be equal; another writer may save them differently.
     """
     try:
         settings = read_config(source)

@@ -1,9 +1,9 @@
 """A checkpoint's tensors as a quantizer needs them: 2-D weights in a float type.
 
 Two kinds of source store something else. FP8 checkpoints hold blocks of codes with a
-`weight_scale_inv` each; here they read as the type that the config names. Mixture-of-experts models
-may stack all experts in one tensor; here each expert has weights of its own, under the names that
-servers know. Tensors are converted when they are read, one at a time.
+`weight_scale_inv` each; the view reads them as the type that the config names. Mixture-of-experts
+models may stack all experts in one tensor; the view has separate weights for each expert, under the
+names that servers use. Tensors are converted when they are read, one at a time.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class CheckpointView(Shards):
     """`Shards` whose FP8 weights read as floats, and whose stacked experts read one by one.
 
     config:    content of config.json
-    stacks:    the tensors that were split; `restack` undoes that for one
-    restacked: those for which it did
+    stacks:    the split tensors; `restack` undoes that for one
+    restacked: those restacked
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -67,7 +67,7 @@ class CheckpointView(Shards):
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         if name not in self._made:
             return super().read_rows(name, start, stop)
-        if self._last is None or self._last[0] != name:  # made as a whole, so made once
+        if self._last is None or self._last[0] != name:  # converted as a whole, so only once
             self._last = name, self.read(name)
         return self._last[1][start:stop]
 
@@ -83,12 +83,12 @@ class CheckpointView(Shards):
     # -- FP8 in blocks ------------------------------------------------------------------------
 
     def _decode(self, quantization: dict[str, Any]) -> None:
-        """Make quantized weights read as floats."""
+        """Decode quantized weights to floats when they are read."""
         method = quantization.get("quant_method")
         block = _block(quantization.get("weight_block_size"))
         if method != "fp8" or block is None:
             raise CheckpointError(
-                f"{self.folder} is quantized already (quant_method {show(method)}); give the "
+                f"{self.folder} is quantized already (quant_method {show(method)}); pass the "
                 "checkpoint that it was made from"
             )
         named = named_dtype(self.config)
@@ -137,7 +137,7 @@ class CheckpointView(Shards):
             turned = is_turned(info.shape, other.shape, hidden)
             if turned is None or not info.shape[0] == other.shape[0] > 0:
                 continue
-            biased = f"{name}_bias" in self._infos  # then gate and up take turns: gpt-oss
+            biased = f"{name}_bias" in self._infos  # then gate and up are interleaved: gpt-oss
             cut[name] = self._cut(info, turned, biased)
             cut[other.name] = self._cut(other, turned)
             for each in (f"{name}_bias", f"{other.name}_bias") if biased else ():
@@ -150,10 +150,10 @@ class CheckpointView(Shards):
         self._replace_names(cut)
 
     def _cut(self, info: TensorInfo, turned: bool, in_turns: bool = False) -> dict[str, TensorInfo]:
-        """Return the place of each expert's tensors; those that are no slice are made when read.
+        """Return the location of each expert's tensors; those that are no slice are made when read.
 
         turned:   the weights are stored as (in, out)
-        in_turns: the first column of gate, the first of up, the second of gate
+        in_turns: gate and up are interleaved, column by column
         """
         count, *shape = info.shape
         size = info.nbytes // count
@@ -186,7 +186,7 @@ class CheckpointView(Shards):
         return (whole.t() if turned else whole)[rows].contiguous()
 
     def restack(self, stack: Stack) -> None:
-        """Make a stack one tensor again, as it is stored; `read` still has each expert's."""
+        """Make a stack one tensor again, as stored; `read` still returns each expert's."""
         for name in stack.experts[1:]:
             del self._infos[name]
         self._replace_names({stack.experts[0]: {stack.name: self._stored[stack.name]}})
@@ -199,7 +199,7 @@ class CheckpointView(Shards):
 
 
 def _block(given: Any) -> tuple[int, int] | None:
-    """Return a block's height and width; None if `given` is no pair of sizes."""
+    """Return a block's height and width; None if `given` is not a pair of sizes."""
     if not isinstance(given, (list, tuple)) or len(given) != 2:
         return None
     height, width = given

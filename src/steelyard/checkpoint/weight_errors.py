@@ -30,8 +30,8 @@ def weight_error(module: Module) -> float | None:
 def relative_error(noise: float, weight: torch.Tensor) -> float:
     """Return a squared error over the weight's sum of squares.
 
-    It is 1 for weights so small that fp32 holds neither their squares nor those of their errors:
-    the bound of rounding to nearest, and what a server that takes denormals for zero decodes.
+    It is 1 for weights so small that their squares and those of their errors underflow in fp32: the
+    bound of rounding to nearest, and the error on a server that flushes denormals to zero.
     """
     signal = float(sum_of_squares(weight).sum(dtype=torch.float64))
     if not math.isfinite(signal):  # too large for fp32

@@ -1,19 +1,19 @@
-"""The folder in which a checkpoint grows, hidden beside the output until it is complete.
+"""The hidden folder next to the output in which a checkpoint is written until it is complete.
 
     .out.steelyard/lock           held while a run works here; a second run is refused
-    .out.steelyard/journal.json   what is done; replaced in one step at each mark
+    .out.steelyard/journal.json   progress; replaced atomically at each mark
     .out.steelyard/journal-1.json the same of rank 1, where several ranks write
     .out.steelyard/hidden-0-7.safetensors and others that the journal names
     .out.steelyard/checkpoint/    the output so far
-    .out.steelyard/old/           what the output held before, until the last rename
+    .out.steelyard/old/           the previous output, until the last rename
     .out.steelyard-done           the journal of a run whose output is in place, until the folder
                                   above is gone
 
 Only the user can write to the folder, and it holds no links. Anything else under its name is
 refused, never followed or removed.
 
-A process that dies leaves the folder behind. The same command resumes from the journal, if source,
-recipe and versions are those that the journal names.
+The folder stays if the process dies. The same command resumes from the journal, if source, recipe
+and versions match it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class WorkFolder:
                 pass
         except OSError as error:
             self._remove_parents()
-            raise CheckpointError(f"cannot write beside {self.output}: {error}") from error
+            raise CheckpointError(f"cannot write next to {self.output}: {error}") from error
 
     def _locked(self) -> bool:
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -72,13 +72,13 @@ class WorkFolder:
         try:
             self.check_own()
             handle = os.open(place, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        except FileNotFoundError:  # a run that ended just now took its folder away
+        except FileNotFoundError:  # a run that just ended removed its folder
             return False
         try:
             holder = self._holder(handle)
             lock_file(handle, holder)
         except BlockingIOError:
-            holder = self._holder(handle)  # which may not have written its number before
+            holder = self._holder(handle)  # it may not have written its number yet
             os.close(handle)
             raise CheckpointError(
                 f"another run (process {holder or 'unknown'}) is writing to {self.output}; wait "
@@ -115,17 +115,17 @@ class WorkFolder:
             raise self._not_ours(f"holds {sorted(names)[0]} and no lock")
 
     def _holder(self, handle: int) -> int | None:
-        """Return the process that a lock names; refuse a file that is no lock of ours."""
+        """Return the process that a lock names; refuse any other file."""
         status = os.fstat(handle)
         known = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
         content = os.pread(handle, 33, 0) if known else b""
         if not known or status.st_nlink > 1 or not re.fullmatch(rb"\d{0,32}", content):
-            raise self._not_ours("holds a lock that is none")
+            raise self._not_ours("holds an invalid lock")
         return int(content) if content else None
 
     def _not_ours(self, why: str) -> CheckpointError:
         return CheckpointError(
-            f"{self.path} {why}, so no run of yours made it, and the output cannot grow there; "
+            f"{self.path} {why}, so no run of yours made it, and nothing is written there; "
             "move it away, or choose another output"
         )
 
@@ -146,9 +146,9 @@ class WorkFolder:
     def _remove(self) -> None:
         """Remove the folder, the journal last, so that a complete output is recognized until then.
 
-        The journal becomes a file beside the folder, which must be empty to be removed.
+        The journal moves next to the folder, which must be empty to be removed.
         """
-        if self.checkpoint.exists() or not self.output.exists():  # nothing is in its place
+        if self.checkpoint.exists() or not self.output.exists():  # the output is not in place
             self.journal.unlink(missing_ok=True)
             self._remove_done()
         elif self.journal.exists() and (self._owns_done() or not os.path.lexists(self.done)):
@@ -165,7 +165,7 @@ class WorkFolder:
         self._remove_done()
 
     def _owns_done(self) -> bool:
-        """Whether the journal of a finished run is beside the output."""
+        """Whether the journal of a finished run is next to the output."""
         with suppress(OSError):
             handle = os.open(self.done, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
@@ -182,11 +182,11 @@ class WorkFolder:
 
     def _remove_parents(self) -> None:
         for parent in self._made:
-            with suppress(OSError):  # someone else may have put something there
+            with suppress(OSError):  # another program may have added files
                 parent.rmdir()
 
     def remove_leftover(self) -> None:
-        """Remove a folder from which no run can resume; refuse one that a run holds."""
+        """Remove a folder that no run can resume from; refuse a locked one."""
         if os.path.lexists(self.path) or self._owns_done():
             self.open()
             self.close(keep=False)
@@ -194,7 +194,7 @@ class WorkFolder:
     # -- the journal --------------------------------------------------------------------------
 
     def read(self) -> dict[str, Any] | None:
-        """Return the journal of an unfinished run, or of one that has only just finished."""
+        """Return the journal of an unfinished run, or of one that just finished."""
         self.check_own()
         if self.journal.exists():
             return read_journal(self.journal)
@@ -206,7 +206,7 @@ class WorkFolder:
         return [journal for journal in journals if journal["identity"]]
 
     def record(self, content: dict[str, Any], rank: int = 0) -> None:
-        """Replace the journal of a rank; the bytes that it lists must be on the disk already."""
+        """Replace the journal of a rank; the bytes that it lists must be on disk already."""
         path = self.path / f"journal-{rank}.json" if rank else self.journal
         try:
             sync(self.checkpoint)
@@ -218,7 +218,7 @@ class WorkFolder:
             ) from error
 
     def has_ranks(self) -> bool:
-        """Whether a rank other than the first has recorded something."""
+        """Whether a rank other than the first has a journal."""
         return any(self.path.glob("journal-*.json"))
 
     def forget_ranks(self) -> None:
@@ -243,10 +243,10 @@ class WorkFolder:
     # -- the end ------------------------------------------------------------------------------
 
     def move_into_place(self) -> None:
-        """Move the checkpoint to the output; at any moment either the old or the new one is there.
+        """Move the checkpoint to the output; the output is always either the old or the new one.
 
         Where two folders cannot be exchanged, there is a moment without either: if the run is
-        killed then, the next one puts the old output back.
+        killed then, the next one restores the old output.
         """
         if not self.output.exists():
             self.checkpoint.rename(self.output)

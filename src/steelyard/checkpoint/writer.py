@@ -1,8 +1,8 @@
-"""A checkpoint that is either complete or not there.
+"""Writes a checkpoint atomically: it is complete or absent.
 
-Everything is written to a hidden folder beside the output, and moved into place by one rename when
-it is complete and on the disk. A server that watches the output never sees half of it. A run that
-fails before its first mark leaves nothing behind; after it, the same command resumes.
+Everything is written to a hidden folder next to the output, and moved into place by one rename when
+it is complete and on disk. A server that watches the output never reads an incomplete one. A run
+that fails before its first mark leaves no files; after it, the same command resumes.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ __all__ = ["CheckpointWriter"]
 class CheckpointWriter(ResumableRun):
     """Write tensors, files and a config; use it as a context manager and end with `finish`.
 
-    overwrite:       replace what `output_dir` holds, once the new checkpoint is complete
-    keep_tokenizer:  carry over a tokenizer that `output_dir` holds, where none was written
+    overwrite:       replace the contents of `output_dir`, once the new checkpoint is complete
+    keep_tokenizer:  keep the tokenizer in `output_dir`, if none was written
     max_shard_bytes: a shard holds at most this much, or one tensor that is larger
-    source:          the checkpoint that is read meanwhile, and so must not be written over
+    source:          the checkpoint that is read, which must not be overwritten
     identity:        inputs of the run by name, in JSON's types: a run resumes from the marks of an
                      earlier one if these match; None makes no marks
     resume:          False discards an earlier run
@@ -112,10 +112,10 @@ class CheckpointWriter(ResumableRun):
     def mark(
         self, progress: dict[str, Any], files: dict[str, dict[str, int]] | None = None
     ) -> None:
-        """Record that everything added so far is done, and what the run needs to resume.
+        """Record that everything added so far is done, and the state to resume from.
 
-        files: those in the work folder that it needs, by name, each with its `file_record`; None
-               for those of the last mark
+        files: files in the work folder that it needs: name -> `file_record`; None for those of the
+               last mark
         """
         self._require_open()
         if files is not None:
@@ -136,7 +136,7 @@ class CheckpointWriter(ResumableRun):
     def copy(self, name: str, source: Shards, pieces: Iterable[Any] | None = None) -> None:
         """Write a tensor of another checkpoint, a piece at a time.
 
-        pieces: its bytes, where the caller checks them on the way
+        pieces: its bytes, if the caller checks them while they are copied
         """
         self._require_open()
         info = source.info(name)
@@ -147,7 +147,7 @@ class CheckpointWriter(ResumableRun):
     def at(self, position: int) -> None:
         """Write the tensors that follow to one shard, which holds them all.
 
-        The order in which ranks or an earlier run started their shards does not show in the files.
+        The files do not depend on the order in which ranks or an earlier run started their shards.
         """
         self._shards.at(position)
 
@@ -163,7 +163,7 @@ class CheckpointWriter(ResumableRun):
     # -- other files ------------------------------------------------------------------------
 
     def carry(self, shards: Shards) -> list[Path]:
-        """Copy all files but weights and config.json; files that were written already stay."""
+        """Copy all files but weights and config.json; keep files that were written already."""
         return self._carry(shards.folder, shards.other_files())
 
     def carry_files(self, folder: Path) -> list[Path]:
@@ -171,7 +171,7 @@ class CheckpointWriter(ResumableRun):
         return self._carry(folder, other_files(folder))
 
     def carry_tokenizer(self, folder: Path) -> list[Path]:
-        """Copy the files of a tokenizer or processor alone."""
+        """Copy only the files of a tokenizer or processor."""
         return self._carry(folder, tokenizer_files(folder))
 
     def _carry(self, folder: Path, files: list[Path]) -> list[Path]:
@@ -204,8 +204,8 @@ class CheckpointWriter(ResumableRun):
         check:   called with the complete folder before it is moved; may raise
         changed: tensors to `claim`; all claims go to provenance.json
 
-        A run that makes marks makes one when all tensors are there, before this call. A complete
-        checkpoint is not removed: if it cannot be moved into place, the error says where it is.
+        A run that makes marks makes one when all tensors are written, before this call. A complete
+        checkpoint is kept: if it cannot be moved into place, the error says where it is.
         """
         self._require_open()
         self._shards.end_current()

@@ -1,6 +1,6 @@
 """A checkpoint as its own files describe it: the scheme of each module, and its decoded weight.
 
-Only config.json and the names of the tensors are used, as by a server.
+It uses only config.json and the names of the tensors, as a server does.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class WrittenCheckpoint:
         return None
 
     def _with_format(self, scheme: QuantizationScheme) -> QuantizationScheme:
-        """A scheme without a format of its own has that of the whole checkpoint."""
+        """Return a scheme with its format, by default that of the whole checkpoint."""
         overall = self.quantization.format
         if scheme.format is not None or not is_layout(overall):
             return scheme
@@ -120,7 +120,7 @@ class WrittenCheckpoint:
         return StoredWeight(self.shards, module, names, self.schemes[module], self.shape(module))
 
     def decode(self, module: str) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield the weight that a server reconstructs, fp32, some rows at a time with the number of
+        """Yield the weight that a server reconstructs, fp32, some rows at a time with the index of
         the first: unpacked at once it would take many times its size."""
         stored = self.stored(module)
         rows, columns = stored.shape
