@@ -1,8 +1,8 @@
-"""Texts for the demo model: the installed standard library, split into two parts.
+"""Texts for the demo model: the installed standard library, in two splits.
 
 The demo model was trained on the Python files of the standard library, which are read from the
-running Python's installation. A hash of a file's name decides its part, so a file belongs to the
-same part on every machine and in every version of Python:
+running Python's installation. A hash of a file's name decides its split, so a file is in the same
+split on every machine and in every version of Python:
 
     train      the model was trained on these; calibration texts come from here
     held_out   the model has never seen these; evaluation texts come from here
@@ -32,7 +32,7 @@ _EXCLUDED = frozenset({"test", "tests", "idle_test", "site-packages", "encodings
 
 
 def part_of(name: str) -> Part:
-    """Return the part of the file `name`, its path inside the library with forward slashes.
+    """Return the split of the file `name`, its path inside the library with forward slashes.
 
     >>> part_of("json/decoder.py"), part_of("json/scanner.py")
     ('train', 'held_out')
@@ -42,7 +42,7 @@ def part_of(name: str) -> Part:
 
 
 def library_files(part: Part, root: Path | None = None) -> dict[str, Path]:
-    """Return the files of `part` by name, sorted.
+    """Return the files of the split `part` by name, sorted.
 
     root: the folder of the standard library; by default that of the running Python
     """

@@ -1,4 +1,4 @@
-"""Heartbeats: which ranks of a run are alive, where each one is, and why the run ends.
+"""Heartbeats: which ranks of a run are alive, their current layers, and why the run ends.
 
 Every rank writes to the store of the process group: a heartbeat each second, its current layer, and
 the reason if it fails. All ranks report the first reason written. One thread per rank calls the
@@ -38,17 +38,17 @@ class Liveness:
     def __init__(self, rank: int, count: int, store: Any) -> None:
         self.rank = rank
         self.count = count
-        self.reason: str | None = None  # why the run ends, once it does
+        self.reason: str | None = None  # why the run ends; None while it runs
         self.diagnosing = False
         self._store = store
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._answers = True  # the store does
+        self._answers = True  # whether the store does
         self._looked = 0.0
         self._beat = 0
         self._seen: dict[
             int, tuple[bytes, float]
-        ] = {}  # rank -> its last heartbeat, and since when
+        ] = {}  # rank -> its last heartbeat, and the time it came
 
     def start(self) -> None:
         """Send heartbeats from now on; the first before this returns."""
@@ -64,7 +64,7 @@ class Liveness:
             self._thread = None
 
     def at(self, place: str) -> None:
-        """Write where this rank is, for the others' messages if it stops there."""
+        """Write the current layer of this rank, for messages of other ranks if it stops there."""
         with contextlib.suppress(StoreSilent):
             self._ask(lambda: self._store.set(f"at/{self.rank}", place))
 
@@ -83,7 +83,7 @@ class Liveness:
             return True
 
     def look(self) -> str | None:
-        """Return why the run ends, if another rank failed or is silent; asks twice a second."""
+        """Return why the run ends, if another rank failed or is silent; checks twice a second."""
         now = time.monotonic()
         if self._thread is None or now - self._looked < _LOOK:
             return self.reason
@@ -199,4 +199,4 @@ class Liveness:
 def _holder_silent() -> str:
     """Return the reason when the process that holds the store is gone or stopped."""
     who = "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "rank 0"
-    return f"{who}, which holds the ranks together, does not answer: it was killed, or it hangs"
+    return f"{who}, which connects the ranks, does not answer: it was killed, or it hangs"

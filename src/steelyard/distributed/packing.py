@@ -1,8 +1,8 @@
-"""Values as bytes, the form in which ranks send them to each other: JSON, then tensors.
+"""Serializes the values that ranks send to each other: JSON, then tensors.
 
-Received data is never executed, as a pickle would be. A message is the length of its JSON (8
-bytes), the JSON, and the bytes of all tensors one after another. A type that JSON lacks is an
-object with one key, its kind:
+Unlike a pickle, received data is never executed. A message is the length of its JSON (8 bytes), the
+JSON, and the bytes of all tensors one after another. A type that JSON lacks is an object with one
+key, its kind:
 
     {"tuple": [1, 2]}   {"dict": [["a", 1], ["b", 2]]}   {"tensor": ["bfloat16", [2, 3], 0, 12]}
 
@@ -45,7 +45,7 @@ def pack(value: Any) -> torch.Tensor:
 
 
 def unpack(data: torch.Tensor) -> Any:
-    """Return what `pack` was given; its tensors have memory of their own."""
+    """Return the value that `pack` serialized; its tensors own their memory."""
     try:
         start = _LENGTH + int.from_bytes(data[:_LENGTH].numpy().tobytes(), "little")
         content = json.loads(data[_LENGTH:start].numpy().tobytes())
@@ -58,7 +58,7 @@ def unpack(data: torch.Tensor) -> Any:
 
 
 def gather_unwatched(value: Any) -> list[Any]:
-    """Return what every rank gave, in order of rank, through the default process group.
+    """Return the values of all ranks, in rank order, through the default process group.
 
     Does not watch for ranks that fail, unlike `Ranks.gather`.
     """

@@ -1,4 +1,4 @@
-"""How work is partitioned: pure functions, so that every rank computes the same answer."""
+"""Partitions work over ranks: pure functions, so that every rank computes the same answer."""
 
 from __future__ import annotations
 
@@ -36,5 +36,5 @@ def batches_of(batches: int, rank: int, ranks: int) -> range:
 
 
 def partial_sums_of(rank: int, ranks: int) -> range:
-    """Return the numbers of a rank's partial sums; rank 0 always has some."""
+    """Return the indices of a rank's partial sums; rank 0 always has some."""
     return range(-(-rank * PARTIAL_SUMS // ranks), -(-(rank + 1) * PARTIAL_SUMS // ranks))

@@ -1,6 +1,6 @@
 """The ranks of a run: their messages, and how all of them end when one fails.
 
-Messages go through the CPU and gloo, also with NCCL: calibration results are small, and must not
+Messages go through the CPU and gloo, even with NCCL: calibration results are small, and must not
 depend on the transport. Every wait watches for ranks that failed or stopped responding
 (`liveness`).
 """
@@ -28,11 +28,11 @@ __all__ = ["Ranks", "join_from_environment", "together"]
 Value = TypeVar("Value")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_PATIENCE = timedelta(hours=2)  # to wait for a rank that is alive
+_PATIENCE = timedelta(hours=2)  # longest wait for a rank that is alive
 
 
 def join_from_environment() -> None:
-    """Join the process group that `torchrun` has prepared, if it did and nobody has joined yet."""
+    """Join the process group of `torchrun`, if it started this process and none is joined yet."""
     if not dist.is_available() or dist.is_initialized() or "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     if torch.cuda.is_available():
@@ -53,7 +53,7 @@ def together(function: Function) -> Function:
 
 
 class Ranks:
-    """This process among those that do the run; alone where there is no process group."""
+    """This process among the ranks of the run; the only one without a process group."""
 
     _runs: ClassVar[int] = 0
     _active: ClassVar[Ranks | None] = None  # those of the current run
@@ -197,9 +197,9 @@ class Ranks:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Report to the other ranks that this one is alive, and if it fails."""
+        """Report to the other ranks that this one is alive, and its failure."""
         before, Ranks._active = Ranks._active, self
-        liveness = self._liveness if before is not self else None  # else it has been started
+        liveness = self._liveness if before is not self else None  # already started otherwise
         if liveness is not None:
             liveness.start()
         try:
@@ -241,14 +241,14 @@ class Ranks:
         return None if self._liveness is None else self._liveness.diagnose()
 
     def end(self, reason: str) -> NoReturn:
-        """End the run with a reason: on this rank now, on the others when they look."""
+        """End the run with a reason: on this rank now, on the others at their next check."""
         if self._liveness is not None:
             self._liveness.end(reason)
         raise RanksError(reason)
 
     @property
     def ends(self) -> bool:
-        """Whether this rank knows that the run fails, or is about to find out why."""
+        """Whether this rank knows that the run fails, or is diagnosing why."""
         known = self._liveness
         return self._announced or (known is not None and (known.diagnosing or bool(known.reason)))
 
@@ -256,8 +256,8 @@ class Ranks:
 def _never_destroy(*things: Any) -> None:
     """Keep objects of torch from ever being destroyed, so that this process can end.
 
-    The destructor of a gloo group waits for exchanges that are under way, and one with a rank that
-    is stopped ends only with the group's timeout, hours later. Gloo has no way to abort it.
+    The destructor of a gloo group waits for pending exchanges, and one with a stopped rank ends
+    only with the group's timeout, hours later. Gloo cannot abort it.
     """
     for thing in things:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))

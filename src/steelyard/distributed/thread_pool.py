@@ -1,9 +1,9 @@
-"""A thread pool in which each worker computes a batch, or a part of a matrix, by itself.
+"""A thread pool in which each worker computes whole batches, or slabs of a matrix.
 
 An operation on the tensors of one batch is too small to split: two threads that share it mostly
-wait for each other. So each worker runs with its part of torch's threads. That part, and with it
-the rounding of matrix products, depends only on the number of threads that torch has: it is one
-up to 16, and for those above twice as many.
+wait for each other. So torch's threads are divided among the workers. The number per worker, and
+with it the rounding of matrix products, depends only on torch's number of threads: it is one below
+32 threads, two from there on, and so on.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ThreadPool:
     def do(self, calls: Iterable[tuple[int, Callable[[], T]]]) -> list[T]:
         """Make all calls; return their results, in their order.
 
-        calls: each with a number; those of one number are made by one thread, in their order
+        calls: each with an index; one thread makes all calls of one index, in order
         """
         return list(self.begin(calls))
 

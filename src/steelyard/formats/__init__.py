@@ -1,4 +1,4 @@
-"""Stored formats: one descriptor each for names, types, shapes, packing, decoding and words."""
+"""Stored formats: one descriptor each for names, types, shapes, packing and decoding."""
 
 from steelyard.formats.descriptions import describe_args
 from steelyard.formats.module_tensors import (

@@ -5,7 +5,7 @@
     naive-quantized    either of the two
     mxfp8-quantized    weight F8_E4M3 [out, in], exponents as scales
 
-A zero point is subtracted from the code, which is multiplied by the scale.
+A weight is (code - zero point) * scale.
 """
 
 from __future__ import annotations

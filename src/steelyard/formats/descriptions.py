@@ -30,7 +30,7 @@ def describe_args(args: QuantizationArgs) -> str:
 
 
 def describe_scales(args: QuantizationArgs) -> str:
-    """Return a type and how its scales are laid out, in words.
+    """Return a type and the layout of its scales in words.
 
     >>> describe_scales(QuantizationArgs(num_bits=4, strategy="group", group_size=128))
     'int4, group of 128, symmetric'
@@ -45,7 +45,7 @@ def describe_scales(args: QuantizationArgs) -> str:
 
 
 def scheme_label(scheme: QuantizationScheme) -> str:
-    """Return a scheme's name in the usual shorthand: bits of the weights, bits of what flows in.
+    """Return a scheme's name in the usual shorthand: bits of weights and of activations.
 
     >>> scheme_label(preset_name_to_scheme("FP8_DYNAMIC", ["Linear"]))
     'W8A8-FP'

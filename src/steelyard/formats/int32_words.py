@@ -33,8 +33,8 @@ _WORD = 32  # bits
 def words_for(count: int, num_bits: int) -> int:
     """Return how many int32 hold `count` values.
 
-    compressed-tensors itself is asked: up to 0.17 a value of 3, 5, 6 or 7 bits never straddles two
-    words, from 0.20 on it does.
+    compressed-tensors decides: up to 0.17 a value of 3, 5, 6 or 7 bits never straddles two words,
+    from 0.20 on it does.
     """
     period = _WORD * (_WORD // num_bits)  # values after which either way begins a new word
     if count > period:
@@ -44,7 +44,7 @@ def words_for(count: int, num_bits: int) -> int:
 
 @dataclass(frozen=True)
 class Int32Words(StoredFormat):
-    """Weight of integers that share words."""
+    """Weight of several integers per word."""
 
     codes: str = PACKED
 

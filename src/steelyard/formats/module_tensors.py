@@ -42,7 +42,7 @@ def stored_tensors(
 ) -> dict[str, torch.Tensor]:
     """Return the stored tensors of a Linear, under local names such as `weight_packed`.
 
-    weight:  (out, in); None returns the parameters of the activations alone
+    weight:  (out, in); None returns only the parameters of activations
     qparams: `weight_scale`, `weight_zero_point`, `weight_global_scale`, `input_scale` and so on,
              as `Observer.get_qparams` returns them
     errors:  (out,), fp64; filled with the squared error of each row, where the scheme quantizes
@@ -75,7 +75,7 @@ def stored_tensors(
 
 
 def _unstored(scheme: QuantizationScheme, format: str) -> set[str]:
-    """Return the zero points that are zero by definition, which the server refuses to load."""
+    """Return the zero points that are always zero, which the server refuses to load."""
     if format == DENSE:  # stores what it is given
         return set()
     return {f"{base}_zero_point" for base, args in values_of(scheme).items() if args.symmetric}
@@ -93,7 +93,7 @@ def expected_tensors(
     """Return type and shape of every tensor that a Linear has in the file, without its bias.
 
     shape: (out, in) of the weight before it was quantized
-    dtype: its type then, which is also the type of scales that the format leaves open
+    dtype: its type then, also used for scales whose type the format does not fix
     """
     expected: dict[str, TensorSpec] = {WEIGHT: (dtype, shape)}
     if scheme.weights is not None:

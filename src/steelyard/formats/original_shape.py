@@ -19,7 +19,7 @@ def original_shape(
 ) -> tuple[int, int] | None:
     """Return (out, in) of a weight before it was quantized; None where no tensor determines it.
 
-    stored: local name -> shape, of a module whose tensors need not be those of its scheme
+    stored: local name -> shape, of a module whose tensors may not match its scheme
     read:   returns a stored tensor
     """
     if WEIGHT in stored:

@@ -1,4 +1,4 @@
-"""Floats of 4 and 6 bits that share bytes, with scales of one byte.
+"""Floats of 4 and 6 bits, several per byte, with scales of one byte.
 
     nvfp4-pack-quantized    weight_packed U8 [out, in / 2], weight_scale F8_E4M3 [out, in / 16],
                             weight_global_scale F32 [1]

@@ -1,8 +1,8 @@
 """How a quantized weight is stored: one descriptor for each format of compressed-tensors.
 
-Plan, writer, decoder, validator and report ask it for names, types, shapes, bytes and words; they
-compare no name of a format or tensor themselves. compressed-tensors defines the layouts. Its
-compressors pack what our kernel does not cover, and decode everything, as a server's loader does.
+Plan, writer, decoder, validator and report get names, types, shapes, bytes and words from it; they
+never compare names of formats or tensors. compressed-tensors defines the layouts. Its compressors
+pack types that our kernel does not cover, and decode everything, as a server's loader does.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class StoredFormat(ABC):
     def tensors(
         self, args: QuantizationArgs, shape: tuple[int, int], dtype: torch.dtype
     ) -> dict[str, TensorSpec]:
-        """Return type and shape of each tensor that is stored for a weight.
+        """Return type and shape of each stored tensor of a weight.
 
         shape, dtype: (out, in) and type of the weight before it was quantized
         """
@@ -103,7 +103,7 @@ class StoredFormat(ABC):
         return float_scale_dtype(args, dtype)
 
     def problem(self, args: QuantizationArgs, shape: tuple[int, int]) -> str | None:
-        """Return why a weight of this shape could not be read back; None if it can."""
+        """Return why a weight of this shape cannot be read back; None if it can."""
         return None
 
     def stores(self, local: str, scheme: QuantizationScheme) -> bool:
@@ -128,7 +128,7 @@ class StoredFormat(ABC):
         args: QuantizationArgs,
         errors: torch.Tensor | None,
     ) -> dict[str, torch.Tensor]:
-        """Return the tensors that are not stored as given; called where `packs` is true.
+        """Return the tensors that are not stored unchanged; called where `packs` is true.
 
         The arguments are those of `stored_tensors`.
         """
@@ -166,13 +166,14 @@ class StoredFormat(ABC):
         return rows[0] // height, blocks_in(rows[1], height)
 
     def row_unit(self, args: QuantizationArgs) -> int:
-        """Return the number of rows at whose multiples no block and no word of codes is cut."""
+        """Return the number of rows whose multiples split no block and no word of codes."""
         return math.lcm(_AT_ONCE, _height(args))
 
     def decode(self, stored: Tensors, scheme: QuantizationScheme) -> torch.Tensor:
         """Return the weight, fp32, as the compressor decodes it.
 
-        Float scales are widened first: else the product is rounded to bf16, which shows at 8 bits.
+        Float scales are cast to fp32 first: else the product is rounded to bf16, too coarse for 8
+        bits.
         """
         scale = stored.get(SCALE)
         if scale is not None and scale.dtype.itemsize > 1:
@@ -182,7 +183,7 @@ class StoredFormat(ABC):
     def grid(self, stored: Tensors, scheme: QuantizationScheme) -> CodeGrid | None:
         """Return the values of the codes of some rows; None where they are unknown.
 
-        Found by decoding equal codes with the stored scales.
+        It decodes equal codes with the stored scales.
         """
         args = scheme.weights
         assert args is not None
@@ -201,7 +202,7 @@ class StoredFormat(ABC):
     def filled(
         self, codes: torch.Tensor, args: QuantizationArgs, code: float
     ) -> torch.Tensor | None:
-        """Return a tensor like `codes` that holds one code everywhere; None if it cannot be made.
+        """Return a tensor like `codes` with one code everywhere; None if the format has none.
 
         code: either end of an integer type; 0 or 1 for floats
         """

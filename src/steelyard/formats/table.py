@@ -1,6 +1,6 @@
-"""The formats that are written and read, in one table.
+"""The table of formats that are written and read.
 
-A format that compressed-tensors adds is one entry here; a preset that uses known ones is none.
+A new format of compressed-tensors needs one entry here; a new preset of known formats needs none.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = [
 DENSE = "dense"
 """The format of an ordinary model: weights in their own type, no scales."""
 MIXED = "mixed-precision"
-"""Said of a checkpoint whose modules have several formats."""
+"""The format of a checkpoint whose modules have several formats."""
 
 _FAKE = "fakequant"  # quantized values in the original type, as older versions wrote
 _E4M3, _E8M0 = torch.float8_e4m3fn, torch.uint8

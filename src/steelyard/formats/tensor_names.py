@@ -1,4 +1,4 @@
-"""The local names under which a module's tensors are stored, and what each of them is.
+"""The local names of a module's stored tensors, and their meaning.
 
     weight           plain, or one code per byte
     weight_packed    several codes per byte or word
@@ -6,7 +6,7 @@
     weight_g_idx     the group of each column
     *_scale, *_global_scale, *_zero_point    of weight, input, output, q, k or v
 
-Nothing else in the package takes such a name apart.
+Nothing else in the package parses such a name.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def holds_values(local: str) -> bool:
 
 
 def weight_tensors(names: Iterable[str]) -> list[str]:
-    """Return those of a module's tensors that its weight is decoded from."""
+    """Return the tensors of a module that its weight is decoded from."""
     return [name for name in names if name == WEIGHT or base_of(name) == WEIGHT]
 
 
