@@ -1,11 +1,11 @@
-"""A bigram model of tokens: what the demo model must beat by far.
+"""A bigram model of tokens: the baseline that the demo model must beat by far.
 
-It knows how often each token followed each other one in the training text, and leans on how often
-a token occurs at all where it saw too little:
+It counts how often each token follows each other one in the training text, smoothed with the
+frequency of single tokens:
 
     p(b | a) = (count(a, b) + k * p(b)) / (count(a) + k)        p(b) = (count(b) + 1) / (n + vocab)
 
-`k`, the one free number, is chosen on the tokens that are judged, which favours this model.
+`k`, the only parameter, is fitted to the evaluated tokens, which favours this model.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Bigram:
         self.single = (single + 1) / (single.sum() + vocab_size)
 
     def loss(self, before: torch.Tensor, after: torch.Tensor) -> float:
-        """Return the mean of -log p(after | before), with the best `k` for these very tokens."""
+        """Return the mean of -log p(after | before), with the best `k` for these tokens."""
         pairs, starts, single = self.pairs[before, after], self.starts[before], self.single[after]
         return min(-float(((pairs + k * single) / (starts + k)).log().mean()) for k in STRENGTHS)
 

@@ -1,4 +1,4 @@
-"""The table in docs/models.md: what each family of models does in each scheme, as tried.
+"""The table in docs/models.md: measured results of each model family with each scheme.
 
     python tools/model_table.py                runs all families and writes the page's table
     python tools/model_table.py llama bert     prints their rows
@@ -8,7 +8,7 @@ transformers again:
 
     loads     every tensor that is not quantized has the source's value, and every quantized one a
               value within its rounding, under the class's own names; logits are near the source's
-    written   written, but transformers does not load it; the plan warned of that
+    written   written, but transformers does not load it; the plan warned about that
     refused   refused in the plan, before any work
 """
 
@@ -40,7 +40,7 @@ __all__ = ["PAGE", "Row", "page_reasons", "page_rows", "try_family"]
 
 PAGE = ROOT / "docs" / "models.md"
 _BEGIN, _END = "<!-- table: tools/model_table.py -->", "<!-- end of the table -->"
-GROUP = 32  # columns: every width of the matrix divides
+GROUP = 32  # columns; divides every width of the matrix
 SCHEMES = ("W4A16", "FP8 static", "GPTQ W4A16", "NVFP4A16")
 TOLERANCE = {"W4A16": 0.2, "FP8 static": 0.1, "GPTQ W4A16": 0.3, "NVFP4A16": 0.2}
 _IGNORED = re.compile(r"\.experts\.\d+\.\w+\.input_scale$")  # transformers has no use for them
@@ -49,11 +49,11 @@ LOGITS = 0.5  # relative error: rounding stays below it, a weight that was not l
 
 @dataclass
 class Row:
-    """What came out for one family.
+    """Results of one family.
 
-    share:   of the parameters, quantized by W4A16
+    share:   fraction of the parameters that W4A16 quantizes
     cells:   by scheme
-    reasons: by scheme: why it was refused, or what the plan warned of
+    reasons: by scheme: why it was refused, or the plan's warning
     """
 
     family: str
@@ -84,7 +84,7 @@ def recipe(scheme: str, family: str) -> QuantizationModifier:
 
 
 def try_family(family: str, folder: Path) -> Row:
-    """Run a family in every scheme; raise where a checkpoint is wrong without a word."""
+    """Run a family with every scheme; raise if a checkpoint is wrong without a warning."""
     samples, source = matrix_samples(family), folder / "source"
     matrix_model(family).save_pretrained(folder / "random")
     model = load(family, folder / "random")  # in the types that the class keeps
@@ -111,7 +111,7 @@ def try_family(family: str, folder: Path) -> Row:
 
 
 def load(family: str, folder: Path) -> Any:
-    """Load with transformers; raise if it lacks a tensor or finds one too many."""
+    """Load with transformers; raise on missing or unexpected tensors."""
     kind = getattr(transformers, MATRIX[family].name)
     options = {"dtype": torch.bfloat16, "output_loading_info": True}
     if "quantization_config" in json.loads((folder / "config.json").read_text("utf-8")):
@@ -128,7 +128,7 @@ def load(family: str, folder: Path) -> Any:
 
 @torch.no_grad()
 def compare(source: Path, target: Path, family: str, scheme: str, samples: list[Sample]) -> None:
-    """Hold a written checkpoint, as transformers loads it, against the source."""
+    """Compare a written checkpoint, as transformers loads it, with the source."""
     plain, loaded = load(family, source), load(family, target)
     before = logits(plain, samples[0])
     found = dict(loaded.named_parameters())
@@ -160,7 +160,7 @@ def logits(model: Any, sample: Sample) -> torch.Tensor:
 def from_module(
     family: str, source: Path, expected: Path, target: Path, samples: list[Sample]
 ) -> None:
-    """Quantize the loaded module: the bytes must be the folder's, and so the logits."""
+    """Quantize the loaded module: bytes and logits must equal those of the folder's run."""
     from families import assert_same_tensors
 
     model = load(family, source)
@@ -169,7 +169,7 @@ def from_module(
 
 
 def quantized_share(folder: Path, model: Any) -> float:
-    """Return the share of the model's parameters that are stored as codes."""
+    """Return the fraction of the model's parameters that is stored as codes."""
     from families import read
 
     tensors = read(folder)
@@ -224,7 +224,7 @@ def main(families: list[str]) -> None:
                 continue
         print(rows[-1].line({}), flush=True)
     if failed:
-        raise SystemExit(f"{', '.join(failed)}: wrong; the page stays as it is")
+        raise SystemExit(f"{', '.join(failed)}: wrong; the page is unchanged")
     if not families:
         PAGE.write_text(written(PAGE.read_text("utf-8"), rows), "utf-8")
 

@@ -1,7 +1,7 @@
 """Rows and sections of docs/observers.md for observers that the page does not describe yet.
 
 A new observer needs no page: the site (`docs/hooks.py`) lists it with its docstring and options. A
-section written by hand, with a formula and a picture, takes the place of the generated one.
+section written by hand, with a formula and a picture, replaces the generated one.
 
     python tools/observer_docs.py     prints the page with everything that is generated
 """

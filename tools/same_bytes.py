@@ -1,11 +1,11 @@
-"""Compare what two versions of the code write: a commit, and the working tree.
+"""Compare the outputs of two versions of the code: a commit, and the working tree.
 
     python tools/same_bytes.py [REV] [--only TEXT]
 
 Calibrated outputs depend on matrix products, which round differently on another processor, so no
-digest of them can be kept in a test. Here both versions run on this machine, each in processes of
-its own, on the demo model: every case with one and two threads, and with one and two ranks. Prints
-a line for each, and exits with 1 where a tensor differs.
+digest of them can be kept in a test. Here both versions run on this machine, in separate processes,
+on the demo model: every case with one and two threads, and with one and two ranks. Prints a line
+for each, and exits with 1 if a tensor differs.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-# ---- in a process of its own ----
+# ---- in a subprocess ----
 
 
 def work(source: str, threads: int, cases: str) -> None:
@@ -141,7 +141,7 @@ def tensors(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
 
 
 def unpacked(revision: str, folder: Path) -> Path:
-    """Return the package of a commit, with its kernels: built, if they are not those of today."""
+    """Return the package of a commit, with its kernels: built if the working tree's differ."""
     archive = ["git", "archive", revision]
     folder.mkdir()
     listed = subprocess.run(archive, cwd=ROOT, check=True, capture_output=True).stdout

@@ -1,4 +1,4 @@
-"""Train the small language models of the package and of its tests, from nothing, on a CPU.
+"""Train the small language models of the package and of its tests, from scratch, on a CPU.
 
 The text is Python's standard library as it is installed (see `steelyard.demo.texts` for the files
 and for the split into training and held-out ones). A byte-level BPE is trained on it, then a Llama
@@ -12,13 +12,13 @@ and FP8 blocks fit.
     python tools/train_demo_model.py --experts 8                   # the one in tests/support
     python tools/train_demo_model.py --steps 50 --work try --output try --report try/report.json
 
-The state is saved every few minutes; the same command resumes where it was cut off. Batches depend
-on the seed and the step alone, so a run that was cut off sees what an unbroken one sees.
-The same seed, Python, torch and number of processes give the same model; processes share a batch
-between them and differ from a single one in the order of sums alone.
+The state is saved every few minutes, and the same command resumes. Batches depend only on the seed
+and the step, so a resumed run trains on the same batches as an uninterrupted one. The same seed,
+Python, torch and number of processes give the same model; several processes split each batch and
+differ from a single one only in the order of sums.
 
-At the end the folder is written (weights in bf16) and what was written is measured on the held-out
-files, beside a bigram model of the same tokens.
+At the end it writes the folder (weights in bf16), and measures the written model and a bigram model
+on the held-out files.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ from transformers.utils import logging
 from steelyard.demo.texts import Part, library_files
 
 ROOT = Path(__file__).parents[1]
-END_OF_TEXT = "<|endoftext|>"  # id 0: between files, and the end of what the model writes
+END_OF_TEXT = "<|endoftext|>"  # id 0: between files, and at the end of generated text
 LENGTH = 512  # tokens in a window; the model has not seen longer ones
-BALANCE = 0.01  # weight of the loss that gives experts equal shares of the tokens
+BALANCE = 0.01  # weight of the loss that balances the tokens of experts
 
 
 def options() -> argparse.Namespace:
@@ -105,7 +105,7 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
 
 
 def tokens_of(texts: list[str], tokenizer: Tokenizer) -> torch.Tensor:
-    """All texts as one row of ids, each ended by END_OF_TEXT."""
+    """Return all texts as one row of ids, each ended by END_OF_TEXT."""
     end = tokenizer.token_to_id(END_OF_TEXT)
     encoded = tokenizer.encode_batch(texts)
     return torch.tensor([id for text in encoded for id in (*text.ids, end)])
@@ -133,7 +133,7 @@ def new_model(vocab_size: int, layers: int, seed: int, experts: int = 0) -> PreT
 
 
 def batch_at(step: int, tokens: torch.Tensor, batch: int, seed: int) -> torch.Tensor:
-    """Return the (batch, LENGTH + 1) windows of a step; each epoch cuts and orders them anew."""
+    """Return the (batch, LENGTH + 1) windows of a step; each epoch shifts and shuffles them."""
     steps_per_epoch = (len(tokens) - 2 * LENGTH) // LENGTH // batch
     epoch, place = divmod(step, steps_per_epoch)
     chance = torch.Generator().manual_seed(1_000_003 * seed + epoch)
@@ -144,7 +144,7 @@ def batch_at(step: int, tokens: torch.Tensor, batch: int, seed: int) -> torch.Te
 
 
 def rate_at(step: int, highest: float, warmup: int, steps: int) -> float:
-    """A straight warm-up, then a cosine down to zero."""
+    """Return the learning rate: a linear warm-up, then a cosine down to zero."""
     if step < warmup:
         return highest * (step + 1) / warmup
     return highest * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
@@ -253,7 +253,7 @@ def write(model: PreTrainedModel, tokenizer: Tokenizer, folder: Path) -> None:
 
 @torch.no_grad()
 def measure(folder: Path, train_tokens: torch.Tensor, held_out: torch.Tensor) -> dict[str, float]:
-    """Perplexities of the written model and of a bigram model, on the same held-out tokens."""
+    """Return perplexities of the written model and of a bigram model, on held-out tokens."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     windows = held_out[: len(held_out) // LENGTH * LENGTH].reshape(-1, LENGTH)
