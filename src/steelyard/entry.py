@@ -45,4 +45,4 @@ def oneshot(
 ) -> Result:
     """Quantize a model; `steelyard.engine.run_options.Options` says what each option means."""
     given = locals()
-    return quantize(Options(**given), leave=write_report)
+    return quantize(Options(**given), add_report=write_report)
