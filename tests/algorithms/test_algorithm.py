@@ -249,7 +249,7 @@ def test_a_change_must_fit(source: Path) -> None:
         block.change(NORM, block.tensor(NORM)[:3])
 
     kind, _ = noting(Needs(), transform)
-    with pytest.raises(PipelineError, match=r"input_layernorm.weight has shape \(64,\), and canno"):
+    with pytest.raises(PipelineError, match=r"input_layernorm.weight has shape \(64,\) and canno"):
         run(source, kind(targets=["model.layers.1.mlp"]), data=None)
 
 

@@ -534,8 +534,8 @@ def test_files_that_cannot_be_joined(source: Path, saved: Path, tmp_path: Path) 
         with pytest.raises(StatisticsError, match=message):
             merge_statistics(paths, tmp_path / "out")
 
-    refused([], "got no files; pass at least one")
-    refused(str(saved), "takes a list of files")
+    refused([], "needs a list of one or more files")
+    refused(str(saved), "needs a list of one or more files")
     refused([saved, saved], "is given twice, which would count twice")
     copy = tmp_path / "copy"
     copy.write_bytes(saved.read_bytes())

@@ -91,7 +91,7 @@ def _add_costs(
     at_once = ThreadPool.on(device).count * options.batch_size * options.sequence_length  # tokens
     plan.tokens = options.num_calibration_samples * options.sequence_length  # at most
     plan.passes = transforming + passes + (0.5 if staged else 1 if propagate else 0)
-    plan.moments = sum(algorithm.memory(plan) for algorithm in algorithms)
+    plan.state_bytes = sum(algorithm.memory(plan) for algorithm in algorithms)
     plan.waiting = _waiting_bytes(
         plan, holding_budget(device) if staged else CONCURRENT_BYTES, at_once
     )

@@ -40,7 +40,7 @@ _OF_NO_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype",
 def merge_statistics(paths: Sequence[str | Path], out: str | Path) -> None:
     """Join files into one, equal to that of one run over all their data, in this order."""
     if isinstance(paths, (str, Path)) or not paths:
-        raise StatisticsError("merge_statistics got no files; pass at least one")
+        raise StatisticsError("merge_statistics needs a list of one or more files")
     STATISTICS.check_place(out)
     Statistics.joined([(str(path), Statistics.read(path)) for path in paths]).write(out)
 

@@ -1,4 +1,4 @@
-"""Pydantic's complaints in the words of a recipe."""
+"""Rewords pydantic's errors for recipes."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class _Said(NamedTuple):
     path: KeyPath
     text: str
     kind: str | None
-    """What the value should have been, where only its type is wrong."""
+    """The expected kind of value, if only the type is wrong."""
 
 
 def told(errors: Iterable[Any], model: Model, given: Any, path: KeyPath) -> list[Problem]:
-    """Return the problems behind a validation error's `errors()`; `given` stands at `path`."""
+    """Return the problems of a validation error's `errors()`; `given` is the value at `path`."""
     said = [_said(error, model, given) for error in errors]
     problems: dict[KeyPath, list[str]] = {}
     for one in said:
@@ -47,7 +47,7 @@ def told(errors: Iterable[Any], model: Model, given: Any, path: KeyPath) -> list
         if one.kind is None:
             text = one.text
         elif any(other.kind is None or other.path != one.path for other in beside):
-            continue  # the wrong member of a union; another one has more to say
+            continue  # the wrong member of a union; another one's error says more
         else:
             kinds = dict.fromkeys(other.kind for other in beside if other.kind)
             text = f"must be {' or '.join(kinds)}, {one.text}"
@@ -90,7 +90,7 @@ def _said(error: Any, model: Model, given: Any) -> _Said:
 
 
 def first_line(error: Exception) -> str:
-    """Return what an error says without what it dumps after it.
+    """Return the first line of an error, without the values that it dumps after it.
 
     >>> first_line(ValueError("Block strategy requires block structure\\nnum_bits=8 type=..."))
     'Block strategy requires block structure'
