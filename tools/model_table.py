@@ -1,4 +1,4 @@
-"""The table in docs/models.md: what each family of models does in each scheme, as tried.
+"""Writes the table in docs/models.md: the result of each family of models in each scheme.
 
     python tools/model_table.py                runs all families and writes the page's table
     python tools/model_table.py llama bert     prints their rows
@@ -49,7 +49,7 @@ LOGITS = 0.5  # relative error: rounding stays below it, a weight that was not l
 
 @dataclass
 class Row:
-    """What came out for one family.
+    """Results of one family.
 
     share:   of the parameters, quantized by W4A16
     cells:   by scheme
@@ -84,7 +84,7 @@ def recipe(scheme: str, family: str) -> QuantizationModifier:
 
 
 def try_family(family: str, folder: Path) -> Row:
-    """Run a family in every scheme; raise where a checkpoint is wrong without a word."""
+    """Run a family in every scheme; raise if a checkpoint is wrong without a warning."""
     samples, source = matrix_samples(family), folder / "source"
     matrix_model(family).save_pretrained(folder / "random")
     model = load(family, folder / "random")  # in the types that the class keeps
@@ -111,7 +111,7 @@ def try_family(family: str, folder: Path) -> Row:
 
 
 def load(family: str, folder: Path) -> Any:
-    """Load with transformers; raise if it lacks a tensor or finds one too many."""
+    """Load with transformers; raise if tensors are missing or unexpected."""
     kind = getattr(transformers, MATRIX[family].name)
     options = {"dtype": torch.bfloat16, "output_loading_info": True}
     if "quantization_config" in json.loads((folder / "config.json").read_text("utf-8")):
@@ -128,7 +128,7 @@ def load(family: str, folder: Path) -> Any:
 
 @torch.no_grad()
 def compare(source: Path, target: Path, family: str, scheme: str, samples: list[Sample]) -> None:
-    """Hold a written checkpoint, as transformers loads it, against the source."""
+    """Compare a checkpoint, as transformers loads it, with the source."""
     plain, loaded = load(family, source), load(family, target)
     before = logits(plain, samples[0])
     found = dict(loaded.named_parameters())
@@ -160,7 +160,7 @@ def logits(model: Any, sample: Sample) -> torch.Tensor:
 def from_module(
     family: str, source: Path, expected: Path, target: Path, samples: list[Sample]
 ) -> None:
-    """Quantize the loaded module: the bytes must be the folder's, and so the logits."""
+    """Quantize the loaded module: bytes and logits must equal those of the folder."""
     from families import assert_same_tensors
 
     model = load(family, source)
