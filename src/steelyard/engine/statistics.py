@@ -109,7 +109,7 @@ class RunStatistics:
         """Check before any work that the statistics fit the model and the recipe.
 
         model: with its schemes
-        begin: starts the recipe's algorithms, which choose what is observed
+        begin: starts the recipe's algorithms, which choose the observers
         """
         if self.given is None:
             return

@@ -19,7 +19,7 @@ from steelyard.modifiers.locate import KeyPath, Problem, RecipeText
 from steelyard.modifiers.modifier import Modifier
 from steelyard.modifiers.observer_choice import ObserverChoice
 from steelyard.modifiers.schemes import args_problem, target_problem
-from steelyard.modifiers.wording import KINDS, first_line, got, told
+from steelyard.modifiers.wording import KINDS, first_line, got, reworded
 from steelyard.observers import Observer
 
 __all__ = ["check_options", "refusal"]
@@ -36,7 +36,7 @@ def check_options(
         collected = error.errors()
         if inside:  # reported at its own place, not where it was looked up
             collected = [e for e in collected if not _is_reported_inside(e)]
-        return told(collected, modifier, options, path) + inside
+        return reworded(collected, modifier, options, path) + inside
     except Exception as error:
         return _blame(modifier, options, path, error) + inside
     return inside + list(_converted(options, made, path)) or made
@@ -75,7 +75,7 @@ def _problems(model: Model, given: Any, path: KeyPath) -> list[Problem]:
     try:
         model.model_validate(given)
     except ValidationError as error:
-        return told(error.errors(), model, given, path)
+        return reworded(error.errors(), model, given, path)
     except Exception as error:
         return _blame(model, given, path, error)
     return []

@@ -9,7 +9,7 @@ from steelyard.errors import nearest
 from steelyard.modifiers.fields import Model, place_of
 from steelyard.modifiers.locate import KeyPath, Problem
 
-__all__ = ["first_line", "got", "told"]
+__all__ = ["first_line", "got", "reworded"]
 
 KINDS = {
     "string": "text",
@@ -38,7 +38,7 @@ class _Said(NamedTuple):
     """The expected kind of value, if only the type is wrong."""
 
 
-def told(errors: Iterable[Any], model: Model, given: Any, path: KeyPath) -> list[Problem]:
+def reworded(errors: Iterable[Any], model: Model, given: Any, path: KeyPath) -> list[Problem]:
     """Return the problems of a validation error's `errors()`; `given` is the value at `path`."""
     said = [_said(error, model, given) for error in errors]
     problems: dict[KeyPath, list[str]] = {}
