@@ -70,7 +70,7 @@ def quantize(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
     resume: Annotated[
         bool,
-        typer.Option("--resume/--no-resume", help="Resume an unfinished run, or start anew."),
+        typer.Option("--resume/--no-resume", help="Resume an unfinished run, or start over."),
     ] = True,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace an existing checkpoint.")

@@ -43,13 +43,13 @@ def reworded(errors: Iterable[Any], model: Model, given: Any, path: KeyPath) -> 
     said = [_said(error, model, given) for error in errors]
     problems: dict[KeyPath, list[str]] = {}
     for one in said:
-        beside = [other for other in said if other.path[: len(one.path)] == one.path]
+        nested = [other for other in said if other.path[: len(one.path)] == one.path]
         if one.kind is None:
             text = one.text
-        elif any(other.kind is None or other.path != one.path for other in beside):
+        elif any(other.kind is None or other.path != one.path for other in nested):
             continue  # the wrong member of a union; another one's error says more
         else:
-            kinds = dict.fromkeys(other.kind for other in beside if other.kind)
+            kinds = dict.fromkeys(other.kind for other in nested if other.kind)
             text = f"must be {' or '.join(kinds)}, {one.text}"
         texts = problems.setdefault((*path, *one.path), [])
         if text not in texts:
