@@ -1,4 +1,4 @@
-"""`steelyard.oneshot`: quantize a model, and leave a report beside the checkpoint."""
+"""`steelyard.oneshot`: quantizes a model, and writes a report beside the checkpoint."""
 
 from __future__ import annotations
 
@@ -43,6 +43,6 @@ def oneshot(
     trust_remote_code_model: bool = False,
     show_progress: bool | None = None,
 ) -> Result:
-    """Quantize a model; `steelyard.engine.run_options.Options` says what each option means."""
+    """Quantize a model; `steelyard.engine.run_options.Options` documents each option."""
     given = locals()
-    return quantize(Options(**given), leave=write_report)
+    return quantize(Options(**given), add_report=write_report)

@@ -37,17 +37,17 @@ FUSED_LAYER_NAMES: list[tuple[str, ...]] = [
 """Attribute names of sibling layers that the server fuses into one."""
 
 _CROSS = ("cross_attn", "encoder_attn")
-"""Attention whose keys and values come from elsewhere than its queries, which stay alone."""
+"""Cross-attention: queries have another input than keys and values, and are not fused with them."""
 _EXPERT = re.compile(r"(?P<layer>.*\.experts)\.(?P<number>\d+)\.(?P<leaf>[^.]+)")
 _OUTPUTS = ("down_proj", "w2")
 
 
 @dataclass(frozen=True)
 class ExpertGroup:
-    """Layers of the experts of one layer of the model that have the same place in each.
+    """The modules that have the same position in all experts of one decoder layer.
 
-    experts: number of an expert -> its modules there, such as gate and up
-    inner:   whether their inputs are channels of each expert's own, not of the hidden state
+    experts: number of an expert -> its modules, such as gate and up
+    inner:   whether their input is the expert's own intermediate state, not the hidden state
     """
 
     layer: str

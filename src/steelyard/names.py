@@ -37,7 +37,7 @@ _UNQUANTIZED = "UNQUANTIZED"  # a preset that quantizes nothing
 
 
 def default_observer(base_name: str) -> str:
-    """Return the observer for values called weight | input | output | q | k | v."""
+    """Return the default observer for weight | input | output | q | k | v."""
     return WEIGHT_OBSERVER if base_name == "weight" else ACTIVATION_OBSERVER
 
 
@@ -60,7 +60,7 @@ def observer_names() -> list[str]:
 
 
 def scheme_names() -> list[str]:
-    """Return the presets of the installed compressed-tensors, and those added to them so far."""
+    """Return the presets of the installed compressed-tensors, and those added so far."""
     module = sys.modules.get(_PRESETS_MODULE)
     names = _presets_in_source() if module is None else getattr(module, _PRESETS)
     return sorted({*names} - {_UNQUANTIZED})
@@ -68,8 +68,8 @@ def scheme_names() -> list[str]:
 
 @lru_cache(maxsize=1)
 def _presets_in_source() -> tuple[str, ...]:
-    """Read the keys of the dictionary of presets, whose module imports torch."""
-    spec = find_spec("compressed_tensors")  # which imports nothing
+    """Read the preset names from their source file: importing it would import torch."""
+    spec = find_spec("compressed_tensors")  # imports nothing
     assert spec is not None and spec.origin is not None
     path = Path(spec.origin).parent.joinpath("quantization", "quant_scheme.py")
     for node in ast.parse(path.read_text("utf-8")).body:
@@ -79,6 +79,6 @@ def _presets_in_source() -> tuple[str, ...]:
             keys = [getattr(key, "value", None) for key in value.keys]
             if all(isinstance(key, str) for key in keys):
                 return tuple(map(str, keys))
-    from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES  # written otherwise
+    from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES  # the source differs
 
     return tuple(PRESET_SCHEMES)

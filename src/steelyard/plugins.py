@@ -1,4 +1,4 @@
-"""A user's own file of observers, modifiers and algorithms, imported so that it registers them."""
+"""Imports a user's own file of observers, modifiers and algorithms, which registers them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["load_plugin"]
 
 
 def load_plugin(name: str) -> None:
-    """Import a .py file, or a module by its dotted name; a second time changes nothing."""
+    """Import a .py file, or a module by its dotted name; a second call changes nothing."""
     try:
         if name.endswith(".py"):
             _import_file(Path(name))

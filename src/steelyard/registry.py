@@ -89,7 +89,7 @@ def _origin(entry: object) -> str:
 
 
 def import_all(package: str, folder: Sequence[str]) -> None:
-    """Import every module of a package, so that each registers what it defines.
+    """Import every module of a package, so that each registers its classes.
 
     folder: the package's `__path__`
     """

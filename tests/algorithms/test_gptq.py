@@ -363,7 +363,7 @@ def test_plan_counts_the_second_moments(source: Path) -> None:
     first = [p for p in plan.quantized if p.name.startswith("model.layers.0.")]
     widths = [p.shape[1] for p in first if p.name.endswith(own)]
     assert len(widths) == 4
-    assert plan.moments == 4 * max(3 * max(widths) ** 2, sum(width**2 for width in widths))
+    assert plan.state_bytes == 4 * max(3 * max(widths) ** 2, sum(width**2 for width in widths))
     assert plan.passes == 1.5
     assert 0 < plan.waiting <= 4 * plan.tokens * (3 * 128 + 128)
 

@@ -69,7 +69,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "steelyard"
         ("inspect M --filter re:(", "'re:(' is not a regular expression"),
         ("compare M --schemes W9A9", "there is no scheme 'W9A9'"),
         ("compare M --observers , --schemes W8A8", "name at least one observer and one scheme"),
-        ("compare M --observers imatrix_mse", "weighs columns by calibration data"),
+        ("compare M --observers imatrix_mse", "weights columns by calibration data"),
         ("compare M --report nowhere/r.json", "there is no folder nowhere for the report"),
         ("compare M --filter nothing", "is left to compare"),
         ("merge nothing -o x", "there is no file nothing"),

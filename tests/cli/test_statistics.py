@@ -50,18 +50,18 @@ def test_mistakes_are_told_without_a_trace(
 ) -> None:
     data = ("--data", "first.jsonl", "-o", "s")
     answer = steelyard("observe", model, "--scheme", "W4A16", *data)
-    assert answer.code == 2 and "observe has no use here" in answer.err
+    assert answer.code == 2 and "observe has no effect" in answer.err
     assert steelyard("observe", model, "--scheme", "FP8", *data).code == 0
     answer = steelyard("merge", "s", "s", "-o", "t")
     assert answer.code == 1 and "s is given twice, which would count twice" in answer.err
     answer = steelyard("merge", "s", "first.jsonl", "-o", "t")
-    assert answer.code == 1 and "first.jsonl is no statistics file" in answer.err
+    assert answer.code == 1 and "first.jsonl is not a statistics file" in answer.err
     answer = steelyard("quantize", model, "--scheme", "NVFP4", "--statistics", "s", "-o", "q")
     assert answer.code == 1 and "does not fit weight of model.layers.0" in answer.err
     answer = steelyard(
         "quantize", model, "--scheme", "W4A16", "--gptq", "--statistics", "s", "-o", "q"
     )
-    assert answer.code == 2 and "--statistics does not go with GPTQModifier" in answer.err
+    assert answer.code == 2 and "--statistics does not work with GPTQModifier" in answer.err
     assert "Traceback" not in answer.err and not (tmp_path / "q").exists()
 
 

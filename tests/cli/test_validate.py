@@ -24,7 +24,7 @@ def test_good_and_damaged(
     good = steelyard("validate", folder, "--source", model)
     assert (good.code, good.err) == (0, "")
     *extent, verdict = good.out.splitlines()
-    assert verdict == f"{folder} is good: 21 quantized modules checked, against {model}"
+    assert verdict == f"{folder} is valid: 21 quantized modules checked, against {model}"
     assert re.fullmatch(r"compared digests of \d+ files, .*", extent[0])
     assert extent[1:] == ["decoded all 3,072 rows of quantized weights"]
     tensors = read(folder)

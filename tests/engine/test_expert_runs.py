@@ -104,7 +104,7 @@ def test_neither_threads_nor_room_change_a_bit(
         torch.set_num_threads(threads)
     assert_same_tensors(tmp_path / "a", tmp_path / "b")
     monkeypatch.setattr(passes, "holding_budget", lambda device: 0)
-    monkeypatch.setattr(passes, "BESIDE", 1)
+    monkeypatch.setattr(passes, "CONCURRENT_BYTES", 1)
     run(source, tmp_path / "c", recipe)
     assert_same_tensors(tmp_path / "a", tmp_path / "c")
     if recipe != "GPTQ":  # which solves later modules with what the earlier ones give

@@ -489,7 +489,7 @@ def test_what_was_calibrated_is_kept_when_modules_saw_nothing(tmp_path: Path) ->
 
     Calibration.unseen = pretend  # type: ignore[method-assign]
     try:
-        with pytest.raises(CalibrationError, match=r"(?s)down_proj.*is kept"):
+        with pytest.raises(CalibrationError, match=r"(?s)down_proj.*modules are kept"):
             run(tmp_path / "m", tmp_path / "out", "layers")
         count = len(calls)
         result = run(tmp_path / "m", tmp_path / "out", "layers", uncalibrated="weights-only")

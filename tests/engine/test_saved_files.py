@@ -170,7 +170,7 @@ def test_places_that_cannot_be(source: Path, expected: Path, tmp_path: Path) -> 
         oneshot(source, recipe(tmp_path / "none" / "i"), data, tmp_path / "q")
     with pytest.raises(StatisticsError, match="holds no statistics"):  # another kind of ours
         oneshot(source, recipe(tmp_path / "i"), data, save_statistics=expected / "i")
-    with pytest.raises(PlanError, match="i is named twice"):
+    with pytest.raises(PlanError, match="i is named for two files"):
         both = tmp_path / "i"
         oneshot(source, recipe(both), data, tmp_path / "q", save_statistics=both)
     old = tmp_path / "q"

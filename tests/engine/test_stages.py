@@ -464,14 +464,16 @@ def test_batches_beside_each_other_write_what_hooks_write(
     if scheme != "FP8":
         recipe.insert(0, IMatrixGatherer(ignore=["lm_head"]))
     taken: list[int] = []
-    beside = Passes._beside
+    beside = Passes._concurrently
 
     def noting(self: Passes, *args: Any) -> None:
         taken.append(self.pool.count)
         beside(self, *args)
 
-    monkeypatch.setattr(Passes, "_beside", noting)
-    monkeypatch.setattr(passes, "BESIDE", 100_000)  # so that the eight go in several rounds
+    monkeypatch.setattr(Passes, "_concurrently", noting)
+    monkeypatch.setattr(
+        passes, "CONCURRENT_BYTES", 100_000
+    )  # so that the eight go in several rounds
     threads = torch.get_num_threads()
     try:
         for count in (1, 3):

@@ -389,19 +389,21 @@ def test_runs_whose_parts_do_not_add_up(
 ) -> None:
     given = {option: saved if option == "statistics" else tmp_path / "s"}
     gptq = GPTQModifier(scheme="W4A16", ignore=["lm_head"])
-    with pytest.raises(PlanError, match=rf"{option}= does not go with GPTQModifier.*add up"):
+    with pytest.raises(PlanError, match=rf"{option}= does not work with GPTQModifier.*add up"):
         oneshot(source, gptq, **given, output_dir=tmp_path / "q")
-    with pytest.raises(PlanError, match=rf"{option}= does not go with propagate_error.*add up"):
+    with pytest.raises(PlanError, match=rf"{option}= does not work with propagate_error.*add up"):
         oneshot(source, RECIPES["minmax"], propagate_error=True, **given, output_dir=tmp_path / "q")
     plain = QuantizationModifier(scheme="W8A16", ignore=["lm_head"])
-    with pytest.raises(PlanError, match=rf"{option}= has no use here.*nothing to observe"):
+    with pytest.raises(PlanError, match=rf"{option}= has no effect.*nothing to observe"):
         oneshot(source, plain, **given, output_dir=tmp_path / "q")
     assert not list(tmp_path.iterdir())
 
 
 def test_options_that_exclude_each_other(source: Path, saved: Path, tmp_path: Path) -> None:
     recipe = RECIPES["minmax"]
-    with pytest.raises(DataError, match="leave dataset out"):
+    with pytest.raises(
+        DataError, match="statistics= replaces calibration data: remove the dataset"
+    ):
         oneshot(source, recipe, samples(), tmp_path / "q", statistics=saved)
     with pytest.raises(PlanError, match="exclude each other"):
         oneshot(source, recipe, statistics=saved, save_statistics=tmp_path / "s")
@@ -503,7 +505,7 @@ def test_files_that_are_none(source: Path, saved: Path, tmp_path: Path) -> None:
     cut = tmp_path / "cut"
     for size in (0, 7, 100, saved.stat().st_size - 1):
         cut.write_bytes(saved.read_bytes()[:size])
-        refused(cut, "is no statistics file, or only a part of one")
+        refused(cut, "is not a statistics file, or is truncated")
     save_file({"x": torch.ones(1)}, tmp_path / "tensors")
     refused(tmp_path / "tensors", "holds no statistics of a run")
     for kind in ("importance 1", "[]", "{"):
@@ -520,7 +522,9 @@ def test_files_that_are_none(source: Path, saved: Path, tmp_path: Path) -> None:
         del content["kinds"]
 
     refused(changed(saved, tmp_path / "v", version), "has version 2 of the format")
-    refused(changed(saved, tmp_path / "f", foreign), "damaged .*tensors of no observer, such as x")
+    refused(
+        changed(saved, tmp_path / "f", foreign), "damaged .*tensors without an observer, such as x"
+    )
     refused(changed(saved, tmp_path / "w", without), "damaged .*kinds")
     assert not (tmp_path / "q").exists() and not (tmp_path / "out").exists()
 
@@ -530,8 +534,8 @@ def test_files_that_cannot_be_joined(source: Path, saved: Path, tmp_path: Path) 
         with pytest.raises(StatisticsError, match=message):
             merge_statistics(paths, tmp_path / "out")
 
-    refused([], "takes a list of files")
-    refused(str(saved), "takes a list of files")
+    refused([], "needs a list of one or more files")
+    refused(str(saved), "needs a list of one or more files")
     refused([saved, saved], "is given twice, which would count twice")
     copy = tmp_path / "copy"
     copy.write_bytes(saved.read_bytes())
@@ -549,7 +553,7 @@ def test_files_that_cannot_be_joined(source: Path, saved: Path, tmp_path: Path) 
             QuantizationModifier(
                 config_groups=static("minmax").config_groups, ignore=["lm_head", "re:.*down_proj"]
             ),
-            r"down_proj is only in .*s\.safetensors; observe all parts",
+            r"down_proj is only in .*s\.safetensors; use the same recipe for all runs",
         ),
     ):
         observe(source, recipe, data, tmp_path / name)

@@ -117,7 +117,7 @@ def test_scheme_that_does_not_fit_is_set_aside(experts: Path) -> None:
 
 
 def test_refused(model: Path) -> None:
-    with pytest.raises(OptionError, match="imatrix_mse weighs columns by calibration data"):
+    with pytest.raises(OptionError, match="imatrix_mse weights columns by calibration data"):
         compare(model, ["W4A16"], ["imatrix_mse"])
     with pytest.raises(PlanError, match="is left to compare"):
         compare(model, ["W4A16"], ["optimal"], keep=lambda name: False)

@@ -230,7 +230,7 @@ def test_unknown_model_types_are_inferred_and_said_so(tmp_path: Path) -> None:
     recipe = QuantizationModifier(scheme="FP8_DYNAMIC", ignore=["lm_head"])
     result = oneshot(tmp_path / "m", recipe, None, tmp_path / "q")
     assert len(result.plan.quantized) == 21
-    assert any("from their names alone" in w and "'nobody'" in w for w in result.plan.warnings)
+    assert any("by their names alone" in w and "'nobody'" in w for w in result.plan.warnings)
     assert "model.layers.0.mlp.up_proj.weight_scale" in read(tmp_path / "q")
 
 

@@ -113,7 +113,12 @@ def test_bypass_lets_blocks_pass_and_says_that_groups_cannot() -> None:
     assert passed.errors == []
     for scheme, kind in (("W4A16", "weight"), ("FP8_BLOCK", "input")):
         plan = recipe_plan(small_model("llama"), scheme=scheme, bypass_divisibility_checks=True)
-        only(plan.errors, "q_proj", f"{kind} groups of 128", "bypass_divisibility_checks lets")
+        only(
+            plan.errors,
+            "q_proj",
+            f"{kind} groups of 128",
+            "bypass_divisibility_checks applies to blocks",
+        )
 
 
 def test_a_plan_with_errors_can_be_shown() -> None:
@@ -205,8 +210,8 @@ def test_target_that_matches_nothing() -> None:
     ("ignore", "said"),
     [
         ("lm_haed", "'lm_haed' in ignore matches no module: did you mean 'lm_head'?, or remove it"),
-        ("re:.*mlpp.*", "look at its spelling, or remove it"),
-        ("re:.*mlp.gat$", "look at its spelling, or remove it"),
+        ("re:.*mlpp.*", "check its spelling, or remove it"),
+        ("re:.*mlp.gat$", "check its spelling, or remove it"),
         ("model.layers.7.mlp", "did you mean 'model.layers.2.mlp'?"),
         ("lm_head", None),
         ("language_model.lm_head", None),
@@ -258,7 +263,9 @@ def test_gathering_for_nothing_is_warned_of(
 ) -> None:
     plan = recipe_plan(small_model("llama"), gatherer, **weights(observer))
     assert plan.errors == []
-    assert useful == (not any("gathers for nothing" in warning for warning in plan.warnings))
+    assert useful == (
+        not any("IMatrixGatherer has no effect" in warning for warning in plan.warnings)
+    )
 
 
 STATIC = {"num_bits": 8, "strategy": "tensor"}
@@ -425,13 +432,13 @@ def test_static_inputs_without_weights() -> None:
     inputs = {"num_bits": 8, "strategy": "tensor", "dynamic": False}
     group = {"targets": ["Linear"], "input_activations": inputs}
     plan = plan_of(small_model("llama"), config_groups={"mine": group}, ignore=["lm_head"])
-    only(plan.errors, "'mine'", "static scales for inputs", "give it weights")
+    only(plan.errors, "'mine'", "static input scales", "add weights to it")
 
 
 def test_a_source_that_holds_what_would_be_written(tmp_path: Path) -> None:
     tensors = {"a.weight": torch.ones(32, 128), "a.weight_packed": torch.ones(32, 16)}
     files_model(tmp_path, tensors)
-    with pytest.raises(PlanError, match=r"a\.weight_packed is in .* already; give the checkpoint"):
+    with pytest.raises(PlanError, match=r"a\.weight_packed is in .* already; pass the checkpoint"):
         oneshot(tmp_path, QuantizationModifier(scheme="W4A16"), output_dir=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -154,7 +154,7 @@ def test_problems_of_the_whole_stand_at_the_modifier(options: str) -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ("{targets: [a], scheme: {W8A8: [b]}}", "targets goes with one preset"),
+        ("{targets: [a], scheme: {W8A8: [b]}}", "targets needs a single preset"),
         ("{targets: [a], config_groups: {g: {targets: [b]}}}", "into the config_groups"),
         ("{targets: [a], kv_cache_scheme: {num_bits: 8}}", "kv_cache_scheme alone has none"),
         ("{scheme: FP8, observer: {input: mse}, input_observer: mse}", "observer.input and input_"),

@@ -1,4 +1,4 @@
-"""What modifiers do in a run, one file each; the engine knows none of them by name."""
+"""The algorithms that modifiers name, one file each; the engine knows none of them by name."""
 
 from steelyard.algorithms.algorithm import (
     Algorithm,

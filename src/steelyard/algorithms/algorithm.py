@@ -1,4 +1,4 @@
-"""What a modifier does in a run.
+"""The base class of algorithms.
 
 A modifier is a record of options; the algorithm that it names does the work. The engine calls the
 methods below for each block, in this order:
@@ -10,7 +10,7 @@ methods below for each block, in this order:
     algorithm.solve(block, state)             choose parameters, round weights
 
 A recipe is a list of algorithms. Those that transform come first, each with passes of its own, so
-that what follows it in the recipe sees the changed block.
+that later algorithms see the changed block.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Class = TypeVar("Class", bound="type[Algorithm]")
 
 @dataclass(frozen=True)
 class Needs:
-    """What an algorithm must be given beside the weights of a block."""
+    """The inputs of an algorithm, besides the weights of a block."""
 
     inputs: bool = False
     """`see` gets the input of each module, as the place "input"."""
@@ -51,17 +51,17 @@ class Needs:
     attention: bool = False
     """`see` gets the states of each attention module, as the places "query", "key" and "value"."""
     calls: bool = False
-    """`see` gets all arguments that a module is called with, as the place "call"."""
+    """`see` gets all arguments of each call of a module, as the place "call"."""
     originals: bool = False
     """`block.originals` holds the hidden states of the unquantized model for each batch."""
     gradients: bool = False
     """`transform` and `solve` run with gradients enabled, and `solve` may call `block.forward`."""
     activations: bool = False
-    """The schemes have static scales for activations, which observers find."""
+    """The schemes have static activation scales, which observers compute."""
     importance: bool = False
     """E[x^2] of each input channel, from calibration data or from a file."""
     passes: int = 1
-    """How often the batches run through the block before `transform` and `solve`."""
+    """Number of passes of the batches through the block before `transform` and `solve`."""
     staged: bool = False
     """Modules are solved in the order of their calls; each sees the solved ones before it."""
     propagate: bool = False
@@ -69,7 +69,7 @@ class Needs:
 
     @property
     def data(self) -> bool:
-        """Whether calibration data must run through the model, whatever files hold."""
+        """Whether calibration data must run through the model, even if files hold importance."""
         seen = self.inputs or self.outputs or self.attention or self.calls
         return seen or self.originals or self.gradients or self.activations
 
@@ -80,13 +80,13 @@ class Needs:
 
 @dataclass(frozen=True)
 class Seen:
-    """What one batch shows at one place of a block.
+    """The value of one batch at one place of a block.
 
     place:       input | output | query | key | value | call
-    modules:     names of the modules; several where they share one input
-    value:       (..., features); for a call the pair of its positional and keyword arguments
-    batch:       number of the batch among all batches of the run
-    partial_sum: number of the one that the batch belongs to; see `kernels.partial_sums`
+    modules:     names of the modules; several if they share one input
+    value:       (..., features); for a call, the pair of its positional and keyword arguments
+    batch:       number of the batch in the run
+    partial_sum: number of the partial sum that the batch is added to; see `kernels.partial_sums`
     turn:        number of the pass, from 0
     weights:     (tokens,), by which a router multiplies the outputs of an expert; None for 1
     """
@@ -103,12 +103,12 @@ class Seen:
 @sendable
 @dataclass(frozen=True)
 class ModuleResult:
-    """What a run found for one module.
+    """Result for one module.
 
     error:   squared error of the stored weight, over the sum of squares of the weight
     tokens:  number of calibration tokens that reached the module
-    details: further figures of the algorithm, in JSON's types; under "figures" those that the
-             report draws (`steelyard.checkpoint.figures`)
+    details: further figures of the algorithm, as JSON types; the report draws those under
+             "figures" (`steelyard.checkpoint.figures`)
     """
 
     error: float | None
@@ -127,7 +127,7 @@ class Algorithm:
     transforms: ClassVar[bool] = False
     """Whether `transform` changes tensors; set for a subclass that defines it."""
     streams: ClassVar[bool] = False
-    """Whether weights can be quantized file by file, without the model; observers alone decide."""
+    """Whether weights can be quantized file by file: they depend on observers alone."""
     mergeable: ClassVar[bool] = False
     """Whether statistics of separate runs add up to those of one run over all data."""
     rounds_to_nearest: ClassVar[bool] = True
@@ -157,28 +157,28 @@ class Algorithm:
         return {}
 
     def see(self, state: Any, seen: Seen) -> None:
-        """Add what one batch shows to the state."""
+        """Add the value of one batch to the state."""
 
     def flush(self, state: Any) -> None:
-        """Add values that `see` only noted; called while the tensors are still there."""
+        """Add values that `see` only recorded; called while the tensors are alive."""
 
     def join(self, state: Any, block: Block) -> None:
-        """Join the statistics of all ranks; by default each one of a mapping, as it declares."""
+        """Join the statistics of all ranks; by default each `Statistic` of a mapping."""
         if isinstance(state, Mapping):
             for name in state:
                 state[name].join(block.ranks)
 
     def transform(self, block: Block, state: Any) -> None:
-        """Change tensors of the block; runs on every rank, which must come to the same values."""
+        """Change tensors of the block; every rank runs this and must compute the same values."""
 
     def solve(self, block: Block, state: Any) -> dict[str, ModuleResult]:
-        """Find parameters and round weights of the modules in `block.mine`."""
+        """Choose quantization parameters and round the weights of the modules in `block.mine`."""
         return {}
 
     # -- the whole run ------------------------------------------------------------------------
 
     def memory(self, plan: Plan) -> int:
-        """Return about how many bytes the state of a block takes."""
+        """Estimate the bytes of a block's state."""
         return 0
 
     def prepare(self, source: Source, plan: Plan, notes: list[str]) -> None:
@@ -187,7 +187,7 @@ class Algorithm:
     def digests(self) -> dict[str, str]:
         """Return digests of those files; a run resumes only if they match.
 
-        By default that of the file which defines the algorithm, unless it is part of this package.
+        By default that of the file that defines the algorithm, unless it is part of this package.
         """
         kind = type(self)
         if kind.__module__.split(".")[0] == __name__.split(".")[0]:
@@ -214,18 +214,18 @@ class Algorithm:
         """Write those files."""
 
     def keep(self, path: Path) -> bool:
-        """Write what the run has gathered so far for `save`; return whether there is a file."""
+        """Write the data gathered so far for `save`; return whether a file was written."""
         return False
 
     def resume(self, path: Path) -> None:
-        """Read what `keep` wrote."""
+        """Read the file that `keep` wrote."""
 
     def found(self, names: Collection[str]) -> Any:
-        """Return what this rank has for its modules and the other ranks need; None for nothing."""
+        """Return data of this rank's modules that the other ranks need; None if there is none."""
         return None
 
     def receive(self, found: Any) -> None:
-        """Take what another rank's `found` returned."""
+        """Store the data that `found` returned on another rank."""
 
 
 def algorithm_of(modifier: Modifier) -> Algorithm:
@@ -246,7 +246,7 @@ def algorithm_of(modifier: Modifier) -> Algorithm:
 
 
 def needs_data(algorithms: Sequence[Algorithm]) -> bool:
-    """Return whether calibration data must run; a file may hold the importance that is needed."""
+    """Return whether calibration data is needed; importance may come from a file instead."""
     needs = [algorithm.needs for algorithm in algorithms]
     given = any(algorithm.gives_importance for algorithm in algorithms)
     return any(each.data or (each.importance and not given) for each in needs)

@@ -21,13 +21,13 @@ __all__ = ["Block"]
 
 
 class Block:
-    """What one algorithm works on.
+    """A block with the modules that one algorithm works on.
 
-    name:      of the block within the model; "" for all that is in no layer
-    root:      the block itself, a decoder layer for instance
-    modules:   by name: those that the modifier claims, or its targets match
+    name:      name of the block in the model; "" for everything outside of layers
+    root:      the block itself, such as a decoder layer
+    modules:   by name, those that the modifier quantizes or its targets match
     mine:      names of modules that this rank solves; those that share a scale have one rank
-    originals: for each batch the hidden states of the unquantized model: into the block, out of it
+    originals: of each batch, hidden states of the unquantized model into and out of the block
     runs:      whether `forward` may be called
     """
 
@@ -72,14 +72,14 @@ class Block:
 
     @property
     def calibration(self) -> Calibration:
-        """The observers on modules with a scheme, for as long as the block is calibrated."""
+        """The observers on modules with a scheme, while the block is calibrated."""
         assert self._calibration is not None, "a transform has no observers"
         return self._calibration
 
     # -- tensors ------------------------------------------------------------------------------
 
     def tensors(self) -> Iterator[str]:
-        """Yield the name of every parameter of the block; scales that are still empty are none."""
+        """Yield the name of every parameter of the block, except scales that are still empty."""
         for path, module in self.within.items():
             for leaf, parameter in module._parameters.items():
                 if parameter is not None and parameter.device.type != "meta":
@@ -93,13 +93,13 @@ class Block:
         return parameter.data
 
     def change(self, name: str, value: torch.Tensor) -> None:
-        """Replace a parameter; it is written in its own type."""
+        """Replace a parameter; it keeps its dtype."""
         module, leaf = self._place(name)
         before = module._parameters[leaf]
         assert before is not None
         if value.shape != before.shape:
             raise PipelineError(
-                f"{name} has shape {tuple(before.shape)}, and cannot become {tuple(value.shape)}"
+                f"{name} has shape {tuple(before.shape)} and cannot become {tuple(value.shape)}"
             )
         kept = value.detach().to(before.device, before.dtype)
         module._parameters[leaf] = Parameter(kept, requires_grad=False)
@@ -126,7 +126,7 @@ class Block:
         return len(self._forwards)
 
     def forward(self, batch: int) -> torch.Tensor:
-        """Run one of this rank's batches through the block as it is now; return what comes out."""
+        """Run one of this rank's batches through the block as it is now; return the output."""
         if not self.runs:
             raise PipelineError(
                 f"{self.name or 'the model'} runs no batches while modules are solved, unless the "

@@ -1,6 +1,6 @@
 """GPTQ: gather the Hessian of each input, E[x x^T], then round the weights that it multiplies.
 
-A solved weight holds the values that will be stored, for the batches that continue and for packing.
+A solved weight holds the dequantized values, which later stages run with and the writer packs.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from steelyard.modifiers.gptq import REGROUPING
 from steelyard.observers.hessians import Hessians
 from steelyard.plan.plan import Plan
 
-__all__ = ["GPTQ", "moment_bytes"]
+__all__ = ["GPTQ", "hessian_bytes"]
 
-_AT_ONCE = 4  # modules for each thread: Hessians of more would only take memory
-_SMALL = 2048  # columns; up to here modules are solved beside each other, above one after another
+_AT_ONCE = 4  # modules per thread; Hessians of more would only take memory
+_SMALL = 2048  # columns; modules up to this size are solved in parallel, larger ones one by one
 
 
 @Algorithm.register("gptq")
@@ -45,7 +45,7 @@ class GPTQ(Nearest):
         return Needs(inputs=True, staged=True, propagate=True)
 
     def begin(self, block: Block) -> Hessians:
-        """Observers that weigh columns need not gather: H has E[x^2] on its diagonal."""
+        """Create the Hessians; observers need not gather E[x^2], which is their diagonal."""
         weighed = {
             name: module
             for name, module in block.modules.items()
@@ -68,7 +68,7 @@ class GPTQ(Nearest):
             block.calibration.add_importance(name, partial(state.importance, name))
 
     def memory(self, plan: Plan) -> int:
-        return moment_bytes(plan)
+        return hessian_bytes(plan)
 
     def solve(self, block: Block, state: Hessians) -> dict[str, ModuleResult]:
         mine = [name for name in state.modules if name in block.mine]
@@ -78,12 +78,12 @@ class GPTQ(Nearest):
         results = super().solve(block, state)
         for some in _rounds(mine, state, _AT_ONCE * block.pool.count):
             for name in some:
-                state.hessian(name)  # made here: threads that share it would make it twice
+                state.hessian(name)  # computed here: threads that share it would compute it twice
             solved = block.pool.do(
                 (i, partial(self._solve, state, name)) for i, name in enumerate(some)
             )
             for name, (result, error, details) in zip(some, solved, strict=True):
-                if result.fallback is None:  # else it is rounded to nearest when it is stored
+                if result.fallback is None:  # else the writer rounds it to nearest
                     block.change(f"{name}.weight", result.weight)
                 self._note(block.notes, name, result)
                 results[name] = ModuleResult(error, state.tokens(name), details)
@@ -91,7 +91,7 @@ class GPTQ(Nearest):
         return results
 
     def _regroup(self, state: Hessians, name: str) -> None:
-        """Give columns of like importance one group."""
+        """Put columns of similar importance into one group."""
         module = state.modules[name]
         order = activation_order(state.hessian(name))
         size = _scheme(module).weights.group_size or len(order)
@@ -138,7 +138,7 @@ class GPTQ(Nearest):
 
 
 def _rounds(names: Sequence[str], state: Hessians, most: int) -> Iterator[list[str]]:
-    """Yield the modules that are solved beside each other, in their order; large ones alone."""
+    """Yield the modules to solve in parallel, in order; large ones alone."""
     some: list[str] = []
     for name in names:
         large = state.columns(name) > _SMALL
@@ -153,11 +153,11 @@ def _rounds(names: Sequence[str], state: Hessians, most: int) -> Iterator[list[s
         yield some
 
 
-def moment_bytes(plan: Plan) -> int:
-    """Return about how many bytes Hessians take.
+def hessian_bytes(plan: Plan) -> int:
+    """Estimate the bytes of Hessians.
 
-    Those of a stage are there at once, as up to three matrices while they are factorised; where a
-    layer goes in two passes, one of each of its inputs. Fused layers share theirs.
+    A stage holds those of its inputs, up to three matrices each while they are factorized; a layer
+    that runs in two passes holds those of all its inputs. Fused layers share one.
     """
     shared = {name for group in fused_groups(p.name for p in plan.quantized) for name in group[1:]}
     sizes: dict[str, int] = {}

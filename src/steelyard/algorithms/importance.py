@@ -1,7 +1,7 @@
 """Importance, E[x^2] of every input channel: from files, or gathered by the observers that use it.
 
-Observers that weigh columns gather for themselves, in the pass that runs anyway. This algorithm
-says which of them do, adds what files hold, and saves the sums.
+Observers that weight columns gather it themselves, in the pass that runs anyway. This algorithm
+selects those observers, adds the importance of files, and saves the sums.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ Sums = dict[str, tuple[torch.Tensor, int]]
 
 @Algorithm.register("importance")
 class GatherImportance(Algorithm):
-    """Lets the observers of its targets weigh columns.
+    """Lets the observers of its targets weight columns by importance.
 
     loaded:   sums of squares and tokens from files, for modules that will be quantized
-    gathered: those of this run, or of the run that it resumes
+    gathered: sums of this run, including those of the run that it resumes
     """
 
     transforms = False  # `transform` changes observers, not tensors
@@ -65,7 +65,7 @@ class GatherImportance(Algorithm):
         block.calibration.weigh(block.modules)
 
     def transform(self, block: Block, state: None) -> None:
-        """Keep the sums of this run, and add those of the files."""
+        """Store the sums of this run, and add those of the files to the observers."""
         for name, _, observer in block.calibration.observers():
             if not isinstance(observer, ImportanceObserver):
                 continue
@@ -77,7 +77,7 @@ class GatherImportance(Algorithm):
     # -- files --------------------------------------------------------------------------------
 
     def prepare(self, source: Source, plan: Plan, notes: list[str]) -> None:
-        """Read the files; refuse those of another model, and note what they lack."""
+        """Read the files; raise if they are of another model, and note missing modules."""
         files = self.modifier.load_from
         if not files:
             return
@@ -96,8 +96,7 @@ class GatherImportance(Algorithm):
             raise ImportanceError(f"{', '.join(files)} has importance for none of the modules")
         if absent:
             notes.append(
-                f"the importance files hold nothing for {count(len(absent), 'module')}, such as "
-                f"{absent[0]}"
+                f"the importance files lack {count(len(absent), 'module')}, such as {absent[0]}"
             )
 
     def importance(self, name: str) -> tuple[torch.Tensor, int] | None:

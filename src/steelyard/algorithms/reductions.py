@@ -1,10 +1,10 @@
-"""Statistics for algorithms, each declaring how the parts of several ranks join.
+"""Statistics for algorithms, each declaring how the values of several ranks join.
 
     state = {"largest": Largest()}
     state["largest"].add(x.abs().amax(0))
     state["largest"].value
 
-Joined, they have the bits of one process that saw all batches in order.
+The joined value equals, bit for bit, that of one process over all batches in order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CARRY_AFTER = 1024  # additions
 
 
 class Statistic:
-    """A value that batches are added to; None before the first."""
+    """A running value over batches; None before the first."""
 
     def __init__(self) -> None:
         self._value: torch.Tensor | None = None
@@ -34,7 +34,7 @@ class Statistic:
         x = x.detach()
         if self._value is not None and self._value.shape != x.shape:
             raise CalibrationError(
-                f"{type(self).__name__} has shape {tuple(self._value.shape)}, and cannot add "
+                f"{type(self).__name__} has shape {tuple(self._value.shape)} and cannot add "
                 f"{tuple(x.shape)}: reduce batches to one shape first"
             )
         self._value = x.clone() if self._value is None else self._added(self._value, x)
@@ -43,7 +43,7 @@ class Statistic:
         raise NotImplementedError
 
     def join(self, ranks: Ranks) -> None:
-        """Add the parts of all ranks, in the order of ranks."""
+        """Join the values of all ranks, in rank order."""
         if ranks.count == 1:
             return
         device = None if self._value is None else self._value.device
@@ -69,7 +69,7 @@ class Smallest(Statistic):
 
 
 class ExactSum(Statistic):
-    """The sum in float64, without rounding on the way: any order of batches gives the same bits."""
+    """The exact sum, as float64: any order of batches gives the same bits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class ExactSum(Statistic):
             self._bins = empty_bins(x.numel(), x.device)
         elif x.shape != self.shape:
             raise CalibrationError(
-                f"ExactSum has shape {tuple(self.shape)}, and cannot add {tuple(x.shape)}: reduce "
+                f"ExactSum has shape {tuple(self.shape)} and cannot add {tuple(x.shape)}: reduce "
                 "batches to one shape first"
             )
         add_exactly(self._bins, x.reshape(-1))

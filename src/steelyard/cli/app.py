@@ -107,8 +107,8 @@ def _options(
 def build(rich: bool | None = None, whole: bool = True) -> typer.Typer:
     """Return the program.
 
-    rich:  help with colours and frames; None: if standard output is a terminal
-    whole: include the program's own help and completion, which take time and no command needs
+    rich:  colours and frames in help; None for those on a terminal only
+    whole: include the program's own help and completion, which no command needs and which take time
     """
     if rich is None:
         rich = sys.stdout.isatty() and not _completes()

@@ -220,7 +220,7 @@ def variants() -> list[Variant]:
 
 
 def write_demo_report(found: list[dict[str, Any]], folder: Path) -> None:
-    """Write a page that compares the checkpoints, which have their own reports too."""
+    """Write a page that compares the checkpoints; each also has a report of its own."""
     from steelyard.report import ComparisonRow, Report, write_files
 
     rows = [

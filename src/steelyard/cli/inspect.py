@@ -191,7 +191,7 @@ def _print_scales(contents: Contents, all_tensors: bool) -> None:
         Column("max", True),
         Column("bad", True),
     ]
-    if not bad:  # leave the room of a column of zeros to long names
+    if not bad:  # omit a column of zeros: long names need the room
         columns, rows = columns[:-1], [row[:-1] for row in rows]
     print_line()
     print_table(columns, rows)

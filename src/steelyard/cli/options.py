@@ -241,8 +241,8 @@ Pipeline = Annotated[
         metavar="NAME",
         callback=_pipeline,
         autocompletion=completing(lambda: PIPELINES),
-        help="sequential: layer by layer; basic: the whole model at once; datafree: from file to "
-        "file; auto chooses.",
+        help="sequential: layer by layer; basic: the whole model at once; datafree: file by file; "
+        "auto chooses.",
     ),
 ]
 Uncalibrated = Annotated[
@@ -252,6 +252,6 @@ Uncalibrated = Annotated[
         metavar="CHOICE",
         callback=_uncalibrated,
         autocompletion=completing(lambda: UNCALIBRATED),
-        help="For a module that no calibration token reached: error, or weights-only.",
+        help="What to do with modules that saw no calibration token: error, or weights-only.",
     ),
 ]

@@ -36,7 +36,7 @@ def quantize(
             "-o",
             metavar="FOLDER",
             parser=options.output_path,
-            help="Where the checkpoint goes.",
+            help="Folder for the checkpoint.",
             show_default=False,
         ),
     ] = None,
@@ -63,17 +63,17 @@ def quantize(
         typer.Option(
             "--statistics",
             metavar="FILE",
-            help="What `steelyard observe` saved, instead of --data.",
+            help="Statistics file of `steelyard observe`, instead of --data.",
             show_default=False,
         ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
     resume: Annotated[
         bool,
-        typer.Option("--resume/--no-resume", help="Resume an unfinished run, or start anew."),
+        typer.Option("--resume/--no-resume", help="Resume an unfinished run, or start over."),
     ] = True,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a checkpoint that is there.")
+        bool, typer.Option("--overwrite", help="Replace an existing checkpoint.")
     ] = False,
     trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
@@ -142,7 +142,7 @@ def quantize(
 
 
 def as_document(result: Result) -> dict[str, Any]:
-    """Return what a run did, in JSON's types."""
+    """Return the result of a run as JSON types."""
     from steelyard.engine.summary import report_in, stored_bytes
 
     plan, folder = result.plan, result.output_dir
@@ -167,12 +167,12 @@ def as_document(result: Result) -> dict[str, Any]:
 
 
 def _without_figures(details: dict[str, Any]) -> dict[str, Any]:
-    """Return what an algorithm tells; the report has the figures."""
+    """Return an algorithm's details without "figures", which the report has."""
     return {name: value for name, value in details.items() if name != "figures"}
 
 
 def print_summary(result: Result) -> None:
-    """Print what a run did, over a few lines."""
+    """Print a summary of a run."""
     from steelyard.engine.summary import TITLES, error_rows, summary_lines
 
     print_table([Column(title, right=i > 0) for i, title in enumerate(TITLES)], error_rows(result))

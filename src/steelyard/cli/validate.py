@@ -187,7 +187,7 @@ def _print(folder: Path, origin: Path | None, found: Findings) -> None:
         print_line(f"{count} problem{'s' if count > 1 else ''} in {folder}")
         return
     against = f", against {origin}" if origin is not None else ""
-    print_line(f"{folder} is good: {found.modules} quantized modules checked{against}", "green")
+    print_line(f"{folder} is valid: {found.modules} quantized modules checked{against}", "green")
 
 
 def _extent(found: Findings) -> Iterator[str]:

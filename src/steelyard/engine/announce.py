@@ -9,11 +9,11 @@ from steelyard.foreign import printable
 __all__ = ["STYLES", "announce"]
 
 STYLES = {"warning": "bold yellow", "error": "bold red"}
-"""How a line is shown, by the word that it begins with."""
+"""Style of a line, by its first word."""
 
 
 def announce(text: str) -> None:
-    """Print a text; its lines are never cut."""
+    """Print a text to standard error, without wrapping or cutting its lines."""
     text = printable(text, keep="\n")
     if not sys.stderr.isatty():
         print(text, file=sys.stderr)

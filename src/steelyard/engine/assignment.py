@@ -15,7 +15,7 @@ __all__ = ["of_weight", "owners_of"]
 
 
 def owners_of(modules: Mapping[str, Any], ranks: int) -> dict[str, int]:
-    """Assign weights to ranks; those that share a scale go to one."""
+    """Assign weights to ranks; weights that share a scale go to one rank."""
     schemes = {name: module.quantization_scheme for name, module in modules.items()}
     units = list(dict.fromkeys(solved_together(schemes).values()))
     owners = assign([sum(_cost(modules[name]) for name in unit) for unit in units], ranks)
@@ -25,7 +25,7 @@ def owners_of(modules: Mapping[str, Any], ranks: int) -> dict[str, int]:
 def of_weight(module: Module, solved: bool) -> dict[str, torch.Tensor]:
     """Return the parameters of a module that belong to its weight, on the CPU.
 
-    solved: the weight itself too, which has changed
+    solved: include the weight itself, which the solver changed
     """
     parameters = {name: p.data for name, p in module._parameters.items() if p is not None}
     return {

@@ -1,7 +1,7 @@
-"""Query, key and value states of attention modules, as their attention function gets them.
+"""Records the query, key and value states that attention functions are called with.
 
-transformers looks the function up by a name in the config. For a while that is one of our own,
-which notes the states and calls the function that was there.
+transformers looks the function up by a name in the config. While states are recorded, the name is
+that of a wrapper, which records the states and calls the original function.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def noting_states(
 
 
 def attention_modules(block: Block) -> dict[str, Module]:
-    """Return those of a block's modules that have attention states; refuse to match none."""
+    """Return the modules of a block that have attention states; raise if targets match none."""
     known = set(cached_attention(block.root).values())
     of_block = [name for name, module in block.within.items() if module in known]
     found = {name: module for name, module in block.modules.items() if name in of_block}

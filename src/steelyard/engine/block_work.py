@@ -1,4 +1,4 @@
-"""Algorithms at work on one block, or on one stage of it: begin, see, join, transform, solve."""
+"""Runs the algorithms of a recipe on one block or stage: begin, see, join, transform, solve."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Moment", "Work"]
 
 @dataclass(frozen=True)
 class Moment:
-    """Which batch runs: its number, its partial sum, and the pass."""
+    """The current batch: its number, its partial sum, and the pass."""
 
     batch: int = 0
     partial_sum: int = 0
@@ -34,10 +34,10 @@ class _Part:
 
 
 class Work:
-    """The algorithms of a recipe, each with its part of a block and its state for it.
+    """The algorithms of a recipe on one block, each with its modules and its state.
 
-    parts:        what each algorithm works on
-    transforming: whether tensors are to be changed now, and nothing solved
+    parts:        each algorithm, with a block of the modules that it works on
+    transforming: call `transform` only; nothing is solved
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class Work:
 
     @property
     def passes(self) -> int:
-        """How often the batches run through the block."""
+        """Number of passes of the batches through the block."""
         return max((part.algorithm.needs.passes for part in self.parts), default=1)
 
-    # -- seeing -------------------------------------------------------------------------------
+    # -- observing ----------------------------------------------------------------------------
 
     def show(
         self,
@@ -60,9 +60,9 @@ class Work:
         moment: Moment,
         weights: torch.Tensor | None = None,
     ) -> None:
-        """Show the input that some modules have in common; `flush` must follow.
+        """Pass an input that several modules share to the algorithms; call `flush` afterwards.
 
-        weights: of tokens, where a router multiplies the outputs by them
+        weights: (tokens,), by which a router multiplies the outputs
         """
         for part in self.parts:
             common = tuple(name for name in names if name in part.block.modules)
@@ -73,8 +73,8 @@ class Work:
         for part in self.parts:
             part.algorithm.flush(part.state)
 
-    def take(self, seen: Sequence[tuple[int, Seen]]) -> None:
-        """Show values that `hooked` noted, each to the part whose number it has."""
+    def replay(self, seen: Sequence[tuple[int, Seen]]) -> None:
+        """Pass values that `hooked` recorded to the algorithms, each with the part's number."""
         for number, each in seen:
             part = self.parts[number]
             if each.turn < part.algorithm.needs.passes:
@@ -100,7 +100,7 @@ class Work:
     ) -> Iterator[None]:
         """Call `note(part, place, module, value)` for each value that an algorithm needs.
 
-        shown: modules whose inputs `show` gets instead
+        shown: modules whose inputs go through `show` instead
         """
         with contextlib.ExitStack() as hooks:
             for number, part in enumerate(self.parts):
@@ -117,7 +117,7 @@ class Work:
             yield
 
     def see_now(self, moment: Callable[[], Moment]) -> Callable[[int, str, str, Any], None]:
-        """Return a `note` for `hooked` that shows each value at once."""
+        """Return a `note` for `hooked` that passes each value to its algorithm at once."""
 
         def note(number: int, place: str, name: str, value: Any) -> None:
             part = self.parts[number]
@@ -133,7 +133,7 @@ class Work:
             part.algorithm.join(part.state, part.block)
 
     def transform(self) -> None:
-        """Let each algorithm change the block; changes without `Block.change` are found, too."""
+        """Let each algorithm change the block; digests find changes made without `Block.change`."""
         for part in self.parts:
             if part.algorithm.transforms != self.transforming:
                 continue
@@ -158,7 +158,7 @@ def _hooks(
     name: str,
     note: Callable[[int, str, str, Any], None],
 ) -> Iterator[Any]:
-    """Put the hooks on a module that an algorithm needs."""
+    """Register the hooks that an algorithm needs on a module."""
 
     def called(_module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if needs.calls:

@@ -1,4 +1,4 @@
-"""The calibration samples of a run, or why there are none."""
+"""Loads the calibration samples of a run, if the recipe needs any."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def samples_for(
     result: Result,
     shown: bool,
 ) -> Samples | None:
-    """Return the calibration samples, where the recipe needs some; note what they are."""
+    """Return the calibration samples and describe them in the notes; None if none are needed."""
     needed = needs_data(algorithms)
     if options.pipeline == "datafree" and needed and options.statistics is None:
         raise DataError('the recipe needs calibration data, so pipeline="datafree" cannot run it')
@@ -75,7 +75,7 @@ def samples_for(
         result.warnings.append(few)
         if shown:
             announce(f"warning: {few}")
-        elif samples.num_tokens < HARDLY_ANY_TOKENS:  # surely a mistake
+        elif samples.num_tokens < HARDLY_ANY_TOKENS:  # almost certainly a mistake
             warn_caller(few, CalibrationWarning)
     statistics.begin(source, result.source, result.recipe.text, samples)
     return samples

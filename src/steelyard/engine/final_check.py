@@ -1,4 +1,4 @@
-"""The check of a written checkpoint, before it is put in place."""
+"""Validates a written checkpoint before it is moved into place."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def check_written(
     changed: Collection[str],
     as_planned: bool,
 ) -> None:
-    """Raise if what was written to `folder` must not be served.
+    """Raise if the checkpoint in `folder` is not fit to serve.
 
-    content:    of config.json
-    modules:    what the run found for each module
-    changed:    tensors that the run changed, as the files name them
+    content:    content of config.json
+    modules:    results of each module
+    changed:    tensors that the run changed, by their names in the files
     as_planned: whether the plan was made for this format and config
     """
     reported = {
@@ -43,7 +43,7 @@ def check_written(
         folder,
         source=source.shards,
         reported=reported,
-        samples=min(8, 2 + len(reported) // 32),  # a small part of the run's own work
+        samples=min(8, 2 + len(reported) // 32),  # cheap compared with the run
         fused=_fused(source, plan),
         allow_negative=_negative(config),
         changed=changed,
@@ -52,18 +52,18 @@ def check_written(
     unexpected = _unexpected(folder, content, plan)
     if as_planned:
         problems += unexpected
-    elif unexpected:  # the plan was made for another format, or before some had no tokens
+    elif unexpected:  # planned for another format, or before modules turned out to get no tokens
         warnings.warn("; ".join(unexpected), stacklevel=2)
     if problems:
         listed = "\n".join(f"  - {problem}" for problem in problems)
         raise CheckpointInvalid(
-            f"what was written to {folder} is not as it should be:\n{listed}\n"
-            "It was not moved to its place; resume=False starts anew."
+            f"the checkpoint written to {folder} is invalid:\n{listed}\n"
+            "It was not moved into place; start anew with resume=False."
         )
 
 
 def _unexpected(folder: Path, content: Mapping[str, Any], plan: Plan) -> list[str]:
-    """Return problems of loading it in transformers that the plan did not warn of."""
+    """Return problems of loading the checkpoint in transformers that the plan did not report."""
     with Shards(folder) as written:
         specs = {name: (written.info(name).dtype, written.info(name).shape) for name in written}
     return [each for each in loading_problems(content, specs) if each not in plan.warnings]
@@ -75,7 +75,7 @@ def _negative(config: QuantizationConfig) -> bool:
 
 
 def _fused(source: Source, plan: Plan) -> list[tuple[str, ...]]:
-    """Return the names, as in the source, of modules that the server fuses."""
+    """Return the groups of modules that the server fuses, by their names in the source."""
     return [
         tuple(source.module_key(name) for name in group)
         for group in fused_groups(p.name for p in plan.quantized)

@@ -1,7 +1,7 @@
 """The quantization config of a written checkpoint.
 
-vLLM matches targets with the names in the files, transformers with those of the class that it
-loads; modules that saw no token have a scheme without activations.
+vLLM matches targets against the names in the files, transformers against those of the class that it
+loads. Modules that saw no token get a scheme without activations.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ def final_config(
     class_name: Callable[[str], str],
     notes: list[str],
 ) -> QuantizationConfig:
-    """Return the config that the checkpoint gets; modules of a scheme of their own by name.
+    """Return the config to write; modules with a scheme of their own are targeted by name.
 
-    config:       of the plan
+    config:       config of the plan
     modules:      names of the quantized modules
     weights_only: schemes of the modules that saw no token
-    stored_name:  what the files call a module
-    class_name:   what the class that will be loaded calls it
-    notes:        gets a line for each scheme of `weights_only`
+    stored_name:  maps a module to its name in the files
+    class_name:   maps a module to its name in the class that will be loaded
+    notes:        one line is added for each scheme of `weights_only`
     """
     groups = {
         name: _by_both_names(scheme, modules, stored_name, class_name)
@@ -56,7 +56,7 @@ def _by_both_names(
     stored_name: Callable[[str], str],
     class_name: Callable[[str], str],
 ) -> QuantizationScheme:
-    """Return a scheme whose targets name modules as the files do, and as the class does."""
+    """Return a scheme whose targets hold both names of each module: in the files, in the class."""
     targets: list[str] = []
     for target in scheme.targets:
         names = [stored_name(target), class_name(target)] if target in modules else []

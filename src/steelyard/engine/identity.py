@@ -15,8 +15,8 @@ from steelyard.model.processor import processor
 
 __all__ = ["digest_of", "identity_of", "sampled_digest", "versions"]
 
-_WHOLE = 16 << 20  # bytes of a file that is digested as a whole
-_BLOCKS, _BLOCK = 256, 16 << 10  # of a larger one: how many, and bytes of each
+_WHOLE = 16 << 20  # bytes; files up to this size are digested as a whole
+_BLOCKS, _BLOCK = 256, 16 << 10  # larger ones: number of sampled blocks, bytes of each
 _PACKAGES = ("steelyard", "compressed-tensors", "torch")
 
 
@@ -26,9 +26,9 @@ def identity_of(
     options: dict[str, Any],
     batches: Iterable[Mapping[str, torch.Tensor]] = (),
 ) -> dict[str, Any]:
-    """Return everything that the result depends on, by name, in JSON's types.
+    """Return everything that the result depends on, by name, as JSON types.
 
-    batches: the calibration data, if there is any
+    batches: the calibration data, if any
     """
     config = (shards.folder / "config.json").read_bytes()
     batches = list(batches)
@@ -57,7 +57,7 @@ def digest_of(batches: Iterable[Mapping[str, torch.Tensor]]) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return those of the packages that the result depends on."""
+    """Return the versions of the packages that the result depends on."""
     return {name: _version(name) for name in _PACKAGES}
 
 
@@ -70,8 +70,8 @@ def _file(path: Path) -> str:
 def sampled_digest(path: Path) -> str:
     """Return a digest of a file: of all of it up to 16 MiB, else of 256 evenly spaced blocks.
 
-    Another model of the same size differs in every block. A change of a few bytes may lie between
-    them; then the time of the change must tell.
+    Another model of the same size differs in every block. A change of a few bytes may fall between
+    them; only the file's modification time shows that.
     """
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())

@@ -26,10 +26,10 @@ __all__ = ["LayerRun"]
 
 
 class LayerRun:
-    """The batches of this rank on their way through the layers of a model.
+    """Runs this rank's batches through the layers of a model.
 
     batches:   by number in the run, each with its partial sum
-    originals: the same through the unquantized model, where an algorithm needs it
+    originals: the same batches in the unquantized model, if an algorithm needs them
     """
 
     def __init__(self, run: Run, samples: Samples) -> None:
@@ -43,7 +43,7 @@ class LayerRun:
 
     @torch.no_grad()
     def go(self) -> None:
-        """Calibrate all layers, then everything outside of them."""
+        """Calibrate all layers, then the modules outside of them."""
         run, sequence = self.run, self.sequence
         total = len(self.batches) * (len(sequence) + 1)
         with run.pool, sequence, progress("calibrating", total, run.show) as advance:
@@ -60,7 +60,7 @@ class LayerRun:
             run.rest(sequence.layers, Flow(ends, places=self.places))
 
     def _record(self, index: int) -> None:
-        """Find out what the next layers are called with."""
+        """Record the calls of the next layers."""
         run, model = self.run, self.run.source.model
         due = [batch for batch in self._named().values() if batch.due(index)]
         if not due or index == len(self.sequence):
@@ -81,7 +81,7 @@ class LayerRun:
         batches = [self.batches[number] for number, _ in called]
         forwards = [functools.partial(sequence.run, index, batch) for batch in batches]
 
-        def take(outputs: Iterable[Any]) -> None:
+        def collect(outputs: Iterable[Any]) -> None:
             for batch, output in zip(batches, outputs, strict=True):
                 sequence.put(index, batch, output)
                 run.ranks.look()
@@ -90,13 +90,13 @@ class LayerRun:
         advance(len(self.batches) - len(batches))
         quantized = with_schemes(module, name) or run.solver.transforms
         if not (quantized or batches or run.source.in_memory):
-            return  # a tower that this data does not reach
-        flow = Flow(forwards, take, [self._tokens(index, b) for b in batches], called)
+            return  # a tower that no batch runs through
+        flow = Flow(forwards, collect, [self._tokens(index, b) for b in batches], called)
         part = Part(name, module)
         run.calibrate(part, flow, functools.partial(self._originals, index))
 
     def _originals(self, index: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Run the unquantized layer; return its hidden states, in and out, by batch."""
+        """Run the unquantized layer; return the hidden states in and out of it, by batch."""
         found = []
         for batch in self.originals.values():
             if index in batch.calls:

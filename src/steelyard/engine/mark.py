@@ -1,4 +1,4 @@
-"""The progress of a run, as the journal records it and a resumed run reads it."""
+"""The progress of a run, as the journal records it for a resumed run."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Count = Annotated[int, Field(ge=0)]
 class Mark(BaseModel):
     """Progress of one rank.
 
-    done:         layers
-    streamed:     shard -> its jobs that are done
-    calibrated:   all modules are, and their tensors written
+    done:         number of finished layers
+    streamed:     shard -> number of its finished jobs
+    calibrated:   whether all modules are calibrated and written
     modules:      module -> error, tokens and details, as in `ModuleResult`
-    weights_only: module -> the scheme that it got instead of the recipe's
-    unseen:       modules that no token reached
+    weights_only: module -> its scheme, which replaces the recipe's
+    unseen:       modules that saw no token
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -37,7 +37,7 @@ class Mark(BaseModel):
 
     @classmethod
     def of(cls, progress: dict[str, Any]) -> Mark:
-        """Return the mark that a journal holds."""
+        """Return the mark of a journal entry."""
         try:
             return cls.model_validate_json(json.dumps(progress))
         except ValidationError as error:

@@ -25,14 +25,14 @@ class Marks:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self._cost = 0.0  # seconds, of the last mark
+        self._cost = 0.0  # seconds that the last mark took
 
     def resume(self) -> None:
-        """Start where an earlier run ended, if there is one."""
+        """Restore the progress of an earlier run, if there is one."""
         if not self.run.output.progress:
             return
         weights_only = self.run.solver.weights_only_schemes
-        for mark in map(Mark.of, self.run.output.progress):  # one of each rank that wrote
+        for mark in map(Mark.of, self.run.output.progress):  # one per rank that wrote
             for name, (error, tokens, details) in mark.modules.items():
                 self.run.result.modules[name] = ModuleResult(error, tokens, details)
                 if error is not None:
@@ -48,8 +48,8 @@ class Marks:
         assert writer is not None
         if writer.finished:
             self.run.result.notes.append(
-                f"{writer.output_dir} is complete: an earlier run wrote it, and was killed before "
-                "it could say so"
+                f"{writer.output_dir} is complete: an earlier run wrote it, but was killed before "
+                "it could report so"
             )
             return
         for index, algorithm in enumerate(self.run.solver.algorithms):
@@ -64,7 +64,7 @@ class Marks:
         )
 
     def state(self) -> dict[str, Any]:
-        """Return, in JSON's types, what `resume` needs."""
+        """Return the progress that `resume` restores, as JSON types."""
         modules = self.run.result.modules.items()
         schemes = self.run.solver.weights_only_schemes.items()
         return Mark(
@@ -95,7 +95,7 @@ class Marks:
         return kept
 
     def _forget_others(self) -> None:
-        """Remove files that the journal does not name, of earlier marks or other ranks."""
+        """Remove files of earlier marks or other ranks, which the journal does not name."""
         writer = self.run.output.writer
         assert writer is not None
         for kind in ("hidden-*", "algorithm*-*", "statistics-*"):
@@ -104,9 +104,9 @@ class Marks:
                     old.unlink()
 
     def layer_done(self, index: int, save: Callable[[Path], None] | None = None) -> None:
-        """Record, when it is time, that a layer is done.
+        """Count a finished layer; write a mark if one is due.
 
-        save: writes the input of the next layers to a file
+        save: writes the inputs of the next layers to a file
         """
         self.run.done = index + 1
         writer = self.run.output.writer

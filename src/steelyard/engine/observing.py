@@ -1,4 +1,4 @@
-"""Shows algorithms the values that batches have at the modules of a block, in their order."""
+"""Runs batches through a block and passes the values at its modules to algorithms, in order."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def observe(
     pool: ThreadPool,
     ranks: Ranks,
 ) -> None:
-    """Run all batches, some on each thread of the pool; show what they noted in their order.
+    """Run all batches on the threads of a pool; replay the recorded values in batch order.
 
-    places: of each batch: its number in the run, and its partial sum
-    turn:   the number of the pass
+    places: of each batch, its number in the run and its partial sum
+    turn:   number of the pass
     """
     noted: contextvars.ContextVar[list[tuple[int, Seen]]] = contextvars.ContextVar("noted")
     current: contextvars.ContextVar[Moment] = contextvars.ContextVar("current")
@@ -45,5 +45,5 @@ def observe(
         for start in range(0, len(forwards), pool.count):
             some = range(start, min(start + pool.count, len(forwards)))
             for seen in pool.do((i, functools.partial(record, i)) for i in some):
-                work.take(seen)
+                work.replay(seen)
                 ranks.look()

@@ -2,9 +2,9 @@
 
     oneshot("path/to/model", recipe, dataset="calibration.jsonl", output_dir="quantized")
 
-A recipe is planned first, and nothing heavy starts unless the plan holds. Then each block is
-loaded, transformed, observed, solved and written; a recipe that needs no data goes file by file.
-What was written is validated, and moved into place with its report.
+The plan comes first; nothing heavy starts if it has errors. Then each block is loaded, transformed,
+observed, solved and written; a recipe that needs no data runs file by file. The checkpoint is
+validated, and moved into place with its report.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 
 from steelyard.distributed import together
-from steelyard.engine.oneshot_run import Leave, OneshotRun
+from steelyard.engine.oneshot_run import AddReport, OneshotRun
 from steelyard.engine.result import Result
 from steelyard.engine.run_options import Options
 
@@ -20,12 +20,12 @@ __all__ = ["quantize"]
 
 
 @together
-def quantize(options: Options, leave: Leave | None = None) -> Result:
+def quantize(options: Options, add_report: AddReport | None = None) -> Result:
     """Quantize a model.
 
-    leave: called with the result and the folder that will be put in place, before it is
+    add_report: called with the result and the folder, before the folder is moved into place
     """
-    with contextlib.ExitStack() as undo:  # changes of a loaded module, after an error
+    with contextlib.ExitStack() as undo:  # restores a loaded module after an error
         run = OneshotRun(options, undo)
         run.make_plan()
         if options.dry_run:
@@ -35,6 +35,6 @@ def quantize(options: Options, leave: Leave | None = None) -> Result:
             run.resume()
             run.solve_blocks()
             run.save_files()
-            run.finish(leave)
-        run.save_module(leave)
+            run.finish(add_report)
+        run.save_module(add_report)
         return run.result

@@ -1,7 +1,4 @@
-"""One run of `oneshot`, step by step.
-
-`quantize` calls the steps in this order; each leaves what the next ones need.
-"""
+"""The steps of `oneshot`, in the order in which `quantize` calls them."""
 
 from __future__ import annotations
 
@@ -39,21 +36,21 @@ from steelyard.observers.calibration import Calibration
 from steelyard.plan.plan import Plan
 from steelyard.recipes import load_recipe
 
-__all__ = ["Leave", "OneshotRun"]
+__all__ = ["AddReport", "OneshotRun"]
 
-Leave = Callable[[Result, Path], None]
+AddReport = Callable[[Result, Path], None]
 
 
 class OneshotRun:
-    """A run.
+    """One run of `oneshot`.
 
-    undo: takes back changes of a loaded module after an error
+    undo: restores a loaded module after an error
     """
 
     result: Result
     run: Run
     samples: Samples | None
-    config: QuantizationConfig  # as it is written
+    config: QuantizationConfig  # the one that is written
 
     def __init__(self, options: Options, undo: contextlib.ExitStack) -> None:
         """Load the recipe and open the model."""
@@ -80,14 +77,14 @@ class OneshotRun:
         self.statistics.only = _observes_only(options, self.source)
 
     def make_plan(self) -> None:
-        """Plan the run; raise if the plan does not hold, unless it is a dry run."""
+        """Plan the run; raise the plan's errors, unless it is a dry run."""
         options = self.options
         plan = plan_run(options, self.recipe, self.algorithms, self.source, self.propagate)
         given = options.model if isinstance(options.model, Module) else None
         self.result = Result(plan, self.recipe, model=given, source=model_name(options.model))
         self.result.notes += plan.warnings
         self.result.warnings += plan.warnings
-        if self._shown and (options.dry_run or not plan.errors):  # which are raised below
+        if self._shown and (options.dry_run or not plan.errors):  # raised below
             announce(str(plan))
         if options.dry_run:
             self.source.restack([])
@@ -95,7 +92,7 @@ class OneshotRun:
             plan.require()
 
     def load_data(self) -> None:
-        """Load calibration samples and files of the algorithms; all ranks must have the same."""
+        """Load calibration samples and the algorithms' files; all ranks must load the same."""
         options, result = self.options, self.result
         self.run = Run(
             self.source,
@@ -122,7 +119,7 @@ class OneshotRun:
 
     @contextlib.contextmanager
     def open_output(self) -> Iterator[None]:
-        """Open the folder of the checkpoint, or that of an unfinished run."""
+        """Open a work folder for the checkpoint, or that of an unfinished run."""
         output = Output.open(
             self.source,
             self.options.output_dir,
@@ -139,7 +136,7 @@ class OneshotRun:
         self.run.marks.resume()
 
     def solve_blocks(self) -> None:
-        """Quantize block by block, or file by file, and write what comes out."""
+        """Quantize and write block by block, or file by file."""
         run, plan, source = self.run, self.result.plan, self.source
         if self.streamed:
             run.stream()
@@ -156,14 +153,14 @@ class OneshotRun:
         self.result.changed = sorted(run.changed)
 
     def save_files(self) -> None:
-        """Save statistics and files of the algorithms, before the checkpoint is in place."""
-        if self.ranks.is_first and not self.run.output.was_complete:  # else they are there already
+        """Save statistics and the algorithms' files, before the checkpoint is moved into place."""
+        if self.ranks.is_first and not self.run.output.was_complete:  # else they exist already
             self.statistics.save(self.result.notes)
             for algorithm in self.algorithms:
                 algorithm.save()
 
-    def finish(self, leave: Leave | None) -> None:
-        """Validate what was written, add the report, and put the folder in place."""
+    def finish(self, add_report: AddReport | None) -> None:
+        """Validate the checkpoint, add the report, and move the folder into place."""
         run, result = self.run, self.result
         self.config = final_config(
             result.plan.config,
@@ -181,12 +178,12 @@ class OneshotRun:
                 result.modules,
                 result.plan,
                 run.marks.state(),
-                self._leaving(leave),
+                self._reporter(add_report),
             )
         result.output_dir = self.ranks.broadcast(folder)
 
-    def save_module(self, leave: Leave | None) -> None:
-        """Let a loaded module save itself as quantized."""
+    def save_module(self, add_report: AddReport | None) -> None:
+        """Make `save_pretrained` of a loaded module write the quantized checkpoint."""
         result = self.result
         if result.model is not None:
             save_as_quantized(
@@ -196,7 +193,7 @@ class OneshotRun:
                 result.modules,
                 result.plan,
                 self.tokenizer,
-                self._leaving(leave),
+                self._reporter(add_report),
                 first=self.ranks.is_first,
             )
         result.seconds = time.perf_counter() - self.started
@@ -209,18 +206,18 @@ class OneshotRun:
         asked = self.options.show_progress
         return self.ranks.is_first and (sys.stderr.isatty() if asked is None else asked)
 
-    def _leaving(self, leave: Leave | None) -> Callable[[Path], None]:
-        """Return what adds the report to a folder."""
+    def _reporter(self, add_report: AddReport | None) -> Callable[[Path], None]:
+        """Return a function that adds the report to a folder."""
 
-        def leave_in(folder: Path) -> None:
+        def add(folder: Path) -> None:
             self.result.seconds = self.result.seconds or time.perf_counter() - self.started
-            if leave is not None:
-                leave(self.result, folder)
+            if add_report is not None:
+                add_report(self.result, folder)
 
-        return leave_in
+        return add
 
     def _identity(self) -> dict[str, Any] | None:
-        """Return what a run must have in common with an unfinished one to resume it."""
+        """Return the digests that must match those of an unfinished run to resume it."""
         options = self.options
         if self.source.shards is None or options.output_dir is None:
             return None
@@ -235,7 +232,7 @@ class OneshotRun:
         return identity_of(self.source.shards, self.recipe.text, given, _batches(self.samples))
 
     def _check_alike(self) -> None:
-        """Refuse ranks that were started with different things."""
+        """Raise if ranks were started with different options, recipes or data."""
         options, ranks = self.options, self.ranks
         same = (
             *(options.pipeline, self.propagate, options.uncalibrated, options.resume),
@@ -264,7 +261,7 @@ def _open(options: Options, streamed: bool) -> Source:
 
 
 def _observes_only(options: Options, source: Source) -> bool:
-    """Whether the run ends with statistics; refuse a folder without a place for the checkpoint."""
+    """Whether the run only saves statistics; raise if a checkpoint has no `output_dir`."""
     if source.shards is None or options.output_dir is not None:
         return False
     if options.save_statistics is None and not options.dry_run:
@@ -277,9 +274,9 @@ def _batches(samples: Samples | None) -> Sequence[Inputs]:
 
 
 def _prepare_model(model: Module, plan: Plan, all_tokens: bool) -> None:
-    """Put schemes on the modules; until it is calibrated, a module runs unquantized.
+    """Apply schemes to the modules; a module runs unquantized until it is calibrated.
 
-    all_tokens: whether ranges of the inputs of experts cover all tokens
+    all_tokens: whether input ranges of experts cover all tokens
     """
     model.eval()
     for module in model.modules():
@@ -291,6 +288,6 @@ def _prepare_model(model: Module, plan: Plan, all_tokens: bool) -> None:
 
 
 def _beginning(run: Run) -> Callable[[Calibration], object]:
-    """Return what starts the algorithms of a run on the model as a whole."""
+    """Return a function that starts the algorithms of a run on the whole model."""
     model = run.source.model
     return lambda calibration: run.solver.begin(run.solver.block("", model, None, calibration))

@@ -1,7 +1,7 @@
 """Writes the tensors of a quantized model to a checkpoint, module by module.
 
-Tensors keep the names that the source has for them. What is not quantized is copied from the source
-as it is, also tensors that the model class does not know.
+Tensors keep their names in the source. Unquantized tensors are copied from it unchanged, including
+those that the model class does not know.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ __all__ = ["Output"]
 
 
 class Output:
-    """Destination of the tensors of a run; nowhere without a folder.
+    """Destination of a run's tensors; without a folder, nothing is written.
 
-    format: a format for all quantized weights; None stores each scheme in its own
+    format: one format for all quantized weights; None uses that of each scheme
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class Output:
         self.tokenizer = tokenizer
         self.format = format
         self.done: set[str] = set()  # names in the source that need not be copied
-        self.plain: list[str] = []  # weights that are written as they were
-        self.errors: dict[str, float] = {}  # of the weights that are written, relative
+        self.plain: list[str] = []  # weights written unquantized
+        self.errors: dict[str, float] = {}  # relative errors of the written weights
 
     @classmethod
     @contextlib.contextmanager
@@ -82,18 +82,18 @@ class Output:
             resume=resume,
             ranks=ranks,
         ) as writer:
-            if source.shards is None:  # it may have been changed since it was loaded
+            if source.shards is None:  # the module may have changed since it was loaded
                 writer.source = None
             yield cls(source, writer, tokenizer, format)
 
     @property
     def progress(self) -> list[dict[str, Any]]:
-        """The last marks of an earlier run, one of each rank."""
+        """The last marks of an earlier run, one per rank."""
         return [] if self.writer is None else self.writer.progress
 
     @property
     def was_complete(self) -> bool:
-        """Whether an earlier run finished, but was killed before it could say so."""
+        """Whether an earlier run finished, but was killed before it could report so."""
         return self.writer is not None and self.writer.finished
 
     def add(
@@ -104,9 +104,9 @@ class Output:
         owners: Mapping[str, int] | None = None,
         changed: Collection[str] = (),
     ) -> None:
-        """Write the quantized modules of `root`, and its other tensors if they lie in memory.
+        """Write the quantized modules of `root`, and its other tensors if they are in memory.
 
-        owners:  which rank packs a module; the first rank writes them all
+        owners:  rank that packs each module; the first rank writes them all
         changed: tensors that a transform changed, by their names in the model
         """
         if self.writer is None:
@@ -119,7 +119,7 @@ class Output:
             if module not in left_out
         }
         packed: dict[str, Packed] = {}
-        if ranks.count > 1:  # else one after the other is packed and written
+        if ranks.count > 1:  # one process packs and writes them one by one
             mine = {p: m for p, m in modules.items() if owners.get(p, 0) == ranks.rank}
             packed = {
                 p: own for p, m in mine.items() if (own := pack_module(m, self.format)) is not None
@@ -177,7 +177,7 @@ class Output:
         return bias
 
     def _add(self, name: str, value: torch.Tensor, changed: bool) -> None:
-        """Write an unquantized tensor that is in memory; those of a file are copied at the end."""
+        """Write an unquantized tensor from memory; tensors in files are copied at the end."""
         if self.source.shards is not None and not changed:
             return
         tied = getattr(self.source.model, "all_tied_weights_keys", None) or {}
@@ -185,7 +185,7 @@ class Output:
             return
         self.done.add(name)
         assert self.writer is not None
-        # what the class joined on loading, such as experts, is saved in its parts
+        # tensors that the class stacked on loading, such as experts, are saved separately
         parts = {} if name in self.source.keys else parts_of(self.source.model, name, value)
         for original, tensor in (parts or {self.source.key(name): value}).items():
             if changed and self.source.shards is not None:
@@ -198,8 +198,8 @@ class Output:
         assert shards is not None and writer is not None
         if key not in shards:
             raise PipelineError(
-                f"a modifier changed {key}, which {shards.folder} does not hold under that name; "
-                "take it out of its targets"
+                f"a modifier changed {key}, but {shards.folder} has no tensor of that name; "
+                "remove it from the modifier's targets"
             )
         self.done.add(key)
         writer.claim([key])
@@ -231,12 +231,12 @@ class Output:
         modules: Mapping[str, Any],
         plan: Plan,
         progress: dict[str, Any] | None = None,
-        leave: Callable[[Path], None] | None = None,
+        add_files: Callable[[Path], None] | None = None,
     ) -> Path | None:
-        """Copy the remaining tensors, write the configuration, and check the checkpoint.
+        """Copy the remaining tensors, write the configuration, and validate the checkpoint.
 
-        progress: the last mark, for a run that resumes before the checkpoint is in place
-        leave:    called with the folder when it is found good, to put more files in it
+        progress:  the last mark, for a run that resumes before the checkpoint is in place
+        add_files: called with the folder once it is valid, to add more files
         """
         if self.writer is None:
             return None
@@ -255,7 +255,7 @@ class Output:
         else:
             self._carry_from_model()
         self.writer.write_text("recipe.yaml", recipe)
-        if self.format == DENSE:  # there is no scheme to hold it against, and no report of one
+        if self.format == DENSE:  # no scheme to validate against, and no report
             content = self.source.config()
             content.pop("quantization_config", None)
             return self.writer.finish(content)
@@ -265,13 +265,13 @@ class Output:
 
         def check(folder: Path) -> None:
             check_written(folder, content, self.source, config, plan, modules, changed, as_planned)
-            if leave is not None:
-                leave(folder)
+            if add_files is not None:
+                add_files(folder)
 
         return self.writer.finish(content, check)
 
     def _carry_from_model(self) -> None:
-        """Write what belongs to a model beside its weights: that of its folder, else its own."""
+        """Write the files of a loaded model: those of its folder, its generation config."""
         assert self.writer is not None
         model = self.source.model
         origin = self.source.origin
@@ -285,7 +285,7 @@ class Output:
         self._carry_tokenizer()
 
     def _carry_tokenizer(self) -> None:
-        """Write the tokenizer that was given, where the model came without."""
+        """Write the tokenizer passed by the caller, if any."""
         assert self.writer is not None
         if self.tokenizer is None:
             return

@@ -1,4 +1,4 @@
-"""What is calibrated at once: a part of the model, and the batches that run through it."""
+"""A part of the model that is calibrated at once, and the batches that run through it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["NO_DATA", "Flow", "Part"]
 class Flow:
     """The batches of a block.
 
-    forwards: run each batch through the block, and return what comes out
-    take:     takes what comes out for the next block, batch after batch; None where nothing does
-    tokens:   of each batch
-    places:   of each batch: number in the run, and partial sum (`kernels.partial_sums`)
+    forwards: one per batch: runs it through the block and returns the output
+    collect:  receives the outputs for the next block, in batch order; None if there is no next
+    tokens:   number of tokens of each batch
+    places:   of each batch, number in the run and partial sum (`kernels.partial_sums`)
     """
 
     forwards: Sequence[Callable[[], Any]] = ()
-    take: Callable[[Iterable[Any]], None] | None = None
+    collect: Callable[[Iterable[Any]], None] | None = None
     tokens: Sequence[int] = ()
     places: Sequence[tuple[int, int]] = ()
 
@@ -33,11 +33,11 @@ NO_DATA = Flow()
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the model that is calibrated at once: a layer, or all that is outside of them.
+    """A part of the model that is calibrated at once: a layer, or everything outside of layers.
 
-    without:   a module within `root` that is left out
-    originals: hidden states of the unquantized model, into the part and out of it, by batch
-    changed:   names of the tensors that transforms have changed
+    without:   a submodule of `root` to leave out
+    originals: hidden states of the unquantized model in and out of the part, by batch
+    changed:   names of the tensors that transforms changed
     """
 
     name: str

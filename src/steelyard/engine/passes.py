@@ -1,7 +1,7 @@
 """Runs calibration batches through a block, and has it transformed and solved.
 
-Several threads run through one and the same module. That is safe as long as calling it changes
-nothing in it: its quantization is off, or its weight is rounded already (`rounded_once`).
+Several threads call the same module. That is safe while a call changes nothing in it: its
+quantization is off, or its weight is rounded already (`rounded_once`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from steelyard.engine.parts import Flow, Part
 from steelyard.engine.showing import Stage, points_of, showing, stages_of
 from steelyard.engine.solving import Solver
 from steelyard.engine.stage_order import find_stages
-from steelyard.engine.stages import BESIDE, Staged, at_once, holding_budget
+from steelyard.engine.stages import CONCURRENT_BYTES, Staged, at_once, holding_budget
 from steelyard.errors import PipelineError
 from steelyard.fusion import fused_groups
 from steelyard.model.early_stop import StopAfter
@@ -40,7 +40,7 @@ class Passes:
     """Runs batches through a block: several at once in stages, or one by one with hooks.
 
     propagate: give each block the output of the quantized blocks before it
-    dtype:     the type to compute in; None for that of the model
+    dtype:     dtype to compute in; None for that of the model
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Passes:
         self.pool = pool
         self.propagate = propagate
         self.dtype = dtype
-        self._moment = Moment()  # of the batch that runs
+        self._moment = Moment()  # the current batch
 
     def through(self, part: Part, flow: Flow) -> dict[str, ModuleResult]:
         """Transform and solve a part of the model while its batches run through it."""
@@ -59,13 +59,13 @@ class Passes:
         if not with_schemes(part.root, part.name, part.without):
             self._unquantized(part, flow)
             return {}
-        stages = self._stages(part, flow) if flow.take is not None else None
+        stages = self._stages(part, flow) if flow.collect is not None else None
         if stages is None or not self.solver.solving_needs("staged"):
             return self._in_passes(part, flow, stages)
         return self._in_stages(part, flow, stages)
 
     def _outputs(self, flow: Flow, turn: int = 0) -> Iterator[Any]:
-        """Run one batch after the other, and yield what comes out."""
+        """Run the batches one by one, and yield their outputs."""
         for (batch, partial_sum), forward in zip(flow.places, flow.forwards, strict=True):
             self._moment = Moment(batch, partial_sum, turn)
             yield forward()
@@ -88,18 +88,18 @@ class Passes:
             return first_tensor(forward())
 
     def _unquantized(self, part: Part, flow: Flow) -> None:
-        """Run a part in which nothing is quantized, such as a layer of a vision tower."""
-        if flow.take is None:
+        """Run a part without quantized modules, such as a layer of a vision tower."""
+        if flow.collect is None:
             return
         with computing_in(part.root, self.dtype):
             outputs = self.pool.begin(enumerate(flow.forwards))
             with contextlib.closing(outputs):
-                flow.take(outputs)
+                flow.collect(outputs)
 
     # -- transforms ---------------------------------------------------------------------------
 
     def _transform(self, algorithm: Any, part: Part, flow: Flow) -> None:
-        """Show an algorithm the block as it is now, and let it change tensors."""
+        """Run the batches for an algorithm, then let it change tensors."""
         block = self._block(part, None, flow, part.changed)
         work = self.solver.begin_transform(algorithm, block)
         if work is None:
@@ -116,7 +116,7 @@ class Passes:
         self, part: Part, flow: Flow, stages: list[Stage] | None
     ) -> dict[str, ModuleResult]:
         """Solve all modules after one pass; a second computes the input of the next block."""
-        again = flow if self.propagate and flow.take is not None else None
+        again = flow if self.propagate and flow.collect is not None else None
         every = [each for stage in stages for each in stage.names] if stages else None
         points = points_of(part.root, with_schemes(part.root, part.name, part.without))
         solved: set[str] = set()
@@ -124,44 +124,44 @@ class Passes:
         with Calibration(part.root, part.name, part.without, every, points) as calibration:
             block = self._block(part, calibration, flow, solved)
             work = self.solver.begin(block)
-            with computing_in(part.root, self.dtype), contextlib.ExitStack() as looking:
+            with computing_in(part.root, self.dtype), contextlib.ExitStack() as hooks:
                 if stages is not None:
-                    self._beside(calibration, work, stages, flow)
+                    self._concurrently(calibration, work, stages, flow)
                 else:
                     now = functools.partial(getattr, self, "_moment")
-                    looking.enter_context(work.hooked(work.see_now(now), points))
-                    looking.enter_context(showing(points, calibration, work, now))
+                    hooks.enter_context(work.hooked(work.see_now(now), points))
+                    hooks.enter_context(showing(points, calibration, work, now))
                     if again is not None and not self.solver.solving_needs("outputs"):
-                        looking.enter_context(self._until_seen(part.root, calibration, points))
+                        hooks.enter_context(self._until_seen(part.root, calibration, points))
                     for turn in range(work.passes):
                         outputs = self._outputs(flow, turn)
-                        if flow.take is None or self.propagate or turn < work.passes - 1:
+                        if flow.collect is None or self.propagate or turn < work.passes - 1:
                             collections.deque(outputs, maxlen=0)
                         elif self.solver.solving_needs("gradients"):
                             held.extend(outputs)  # `solve` still runs the inputs
                         else:
-                            flow.take(outputs)
+                            flow.collect(outputs)
             found = self.solver.solve(block, work)
-        if held and flow.take is not None:
-            flow.take(held)
+        if held and flow.collect is not None:
+            flow.collect(held)
         part.changed.update(name for name in solved if not _is_solved(name, calibration))
-        if again is not None and again.take is not None:
-            pool = self.pool if stages is not None else ThreadPool()  # of one
+        if again is not None and again.collect is not None:
+            pool = self.pool if stages is not None else ThreadPool()  # one thread
             rounded = rounded_once(calibration.modules.values())
             with computing_in(part.root, self.dtype, scales=True), rounded:
                 outputs = pool.begin(enumerate(again.forwards))
                 with contextlib.closing(outputs):
-                    again.take(outputs)
+                    again.collect(outputs)
         return found
 
-    def _beside(
+    def _concurrently(
         self, calibration: Calibration, work: Work, stages: list[Stage], flow: Flow
     ) -> None:
-        """Show the modules of a layer their inputs, with several batches at once."""
-        assert flow.take is not None
+        """Observe the inputs of a layer's modules, with several batches at once."""
+        assert flow.collect is not None
         parts = [stage.called for stage in stages]
         calibration.take_over()
-        begun = 0  # batches before those that run
+        begun = 0  # index of the first batch of the current group
 
         def see(stage: Stage, turn: int, index: int, x: Any) -> None:
             stage.show(x, calibration, work, Moment(*flow.places[begun + index], turn))
@@ -181,7 +181,7 @@ class Passes:
                     if last and not self.propagate:
                         yield from staged.finish()
                 begun += count
-                fitting = at_once(flow.tokens[begun:], staged.rate, BESIDE)
+                fitting = at_once(flow.tokens[begun:], staged.rate, CONCURRENT_BYTES)
                 count = max(fitting, self.pool.count)
 
         for turn in range(work.passes):
@@ -190,13 +190,13 @@ class Passes:
                 if self.propagate or not last:
                     collections.deque(shown, maxlen=0)
                 else:
-                    flow.take(shown)
+                    flow.collect(shown)
 
     # -- in stages ----------------------------------------------------------------------------
 
     def _in_stages(self, part: Part, flow: Flow, stages: list[Stage]) -> dict[str, ModuleResult]:
         """Solve the modules of a layer in the order of their calls, in a single pass."""
-        assert flow.take is not None
+        assert flow.collect is not None
         modules = [module for stage in stages for module in stage.modules.values()]
         parts = [stage.called for stage in stages]
         found: dict[str, ModuleResult] = {}
@@ -208,10 +208,10 @@ class Passes:
         ):
             for index, stage in enumerate(stages):
                 found |= self._stage(part, flow, staged, index, stage)
-                return_memory()  # of Hessians, before wider weights take theirs
+                return_memory()  # of Hessians, before wider weights need more
                 solved.enter_context(rounded_once(stage.modules.values(), self.dtype))
             with contextlib.closing(staged.finish()) as outputs:
-                flow.take(outputs)
+                flow.collect(outputs)
         return found
 
     def _stage(
@@ -234,11 +234,11 @@ class Passes:
             return found
 
     def _stages(self, part: Part, flow: Flow) -> list[Stage] | None:
-        """Return the modules of a layer in the order of their calls; None where hooks are needed.
+        """Return the modules of a layer in the order of their calls; None if hooks are needed.
 
-        That is where an algorithm needs more than inputs, where outputs or attention states are
-        observed, where the data may say which modules are called, where the server fuses modules of
-        different inputs, and where a staged algorithm runs without propagated error.
+        Hooks are needed where an algorithm needs more than inputs, outputs or attention states are
+        observed, the data decides which modules are called, the server fuses modules with different
+        inputs, or a staged algorithm runs without propagated error.
         """
         modules: dict[str, Any] = dict(with_schemes(part.root, part.name))
         schemes = [module.quantization_scheme for module in modules.values()]
@@ -269,7 +269,7 @@ class Passes:
     ) -> Any:
         """End the first of two passes after the last module to observe, such as `down_proj`.
 
-        Outputs, and the states of attention, are seen only when a module has run.
+        Not if outputs or attention states are observed: those exist only after a module has run.
         """
         inputs = all(base in ("weight", "input") for _, base, _ in calibration.observers())
         if not inputs or not calibration.modules or self.solver.solving_needs("attention"):

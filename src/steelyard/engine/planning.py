@@ -1,4 +1,4 @@
-"""The plan of a run: the recipe's, completed with files, data and costs."""
+"""The plan of a run: that of the recipe, plus files, data and costs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from steelyard.algorithms import Algorithm, needs_data
 from steelyard.distributed import ThreadPool
 from steelyard.engine.run import model_device
 from steelyard.engine.run_options import Options
-from steelyard.engine.stages import BESIDE, holding_budget
+from steelyard.engine.stages import CONCURRENT_BYTES, holding_budget
 from steelyard.engine.stream_jobs import budget_of, jobs_of
 from steelyard.errors import PipelineError
 from steelyard.model.class_loading import ONLY_TRANSFORMERS
@@ -27,7 +27,7 @@ __all__ = ["plan_run", "streams"]
 
 
 def streams(options: Options, recipe: Recipe, algorithms: Sequence[Algorithm]) -> bool:
-    """Whether the files alone are enough: no data, and no class that only the model knows."""
+    """Whether the run can go file by file: it needs no data, and no module classes."""
     if isinstance(options.model, Module) or options.pipeline not in ("auto", "datafree"):
         return False
     if needs_data(algorithms) or not all(algorithm.streams for algorithm in algorithms):
@@ -37,7 +37,7 @@ def streams(options: Options, recipe: Recipe, algorithms: Sequence[Algorithm]) -
 
 
 def _names_classes(config: QuantizationConfig) -> bool:
-    if config.kv_cache_scheme is not None:  # attention is a matter of classes
+    if config.kv_cache_scheme is not None:  # attention modules are found by class
         return True
     named = [*config.ignore, *(t for s in config.config_groups.values() for t in s.targets)]
     return bool({name for name in named if name[:1].isupper()} - {"Linear", "Embedding"})
@@ -50,7 +50,7 @@ def plan_run(
     source: Source,
     propagate: bool,
 ) -> Plan:
-    """Return what the run will do, what cannot work, and what it costs."""
+    """Return the plan of a run, with its errors and costs."""
     plan = make_plan(source.model, modifiers=recipe.modifiers)
     source.restack([planned.name for planned in plan.quantized])
     files = source.shards
@@ -91,16 +91,18 @@ def _add_costs(
     at_once = ThreadPool.on(device).count * options.batch_size * options.sequence_length  # tokens
     plan.tokens = options.num_calibration_samples * options.sequence_length  # at most
     plan.passes = transforming + passes + (0.5 if staged else 1 if propagate else 0)
-    plan.moments = sum(algorithm.memory(plan) for algorithm in algorithms)
-    plan.waiting = _waiting_bytes(plan, holding_budget(device) if staged else BESIDE, at_once)
+    plan.state_bytes = sum(algorithm.memory(plan) for algorithm in algorithms)
+    plan.waiting = _waiting_bytes(
+        plan, holding_budget(device) if staged else CONCURRENT_BYTES, at_once
+    )
 
 
 def _waiting_bytes(plan: Plan, budget: int, least: int) -> int:
-    """Return about how much batches hold that wait before the widest module of a layer.
+    """Estimate the bytes held by batches that wait before the widest module of a layer.
 
-    Beside its input in fp32: the hidden state, the one that flowed in, and the normalized one.
+    A batch holds that module's input in fp32, the layer's input, the hidden state and its norm.
 
-    least: tokens that are on their way whatever the budget, a batch for each thread
+    least: tokens in flight whatever the budget, one batch per thread
     """
     widest = max((planned.shape[1] for planned in plan.quantized), default=0)
     rate = 4 * (3 * plan.hidden + widest)
@@ -108,19 +110,19 @@ def _waiting_bytes(plan: Plan, budget: int, least: int) -> int:
 
 
 def _needs_of_blocks(options: Options, algorithms: Sequence[Algorithm]) -> list[str]:
-    """Return an error for each algorithm that works on blocks, where the model runs as a whole."""
+    """Return an error for each algorithm that needs blocks, if the model runs as a whole."""
     if options.pipeline != "basic":
         return []
     return [
-        f"{type(algorithm.modifier).__name__} needs the blocks of the model one by one, and "
-        'pipeline="basic" runs it as a whole: leave the pipeline out'
+        f'{type(algorithm.modifier).__name__} works block by block, but pipeline="basic" runs '
+        "the model as a whole: remove the pipeline option"
         for algorithm in algorithms
         if algorithm.needs.originals or algorithm.needs.gradients
     ]
 
 
 def _taken_names(plan: Plan, source: Source) -> list[str]:
-    """Return an error for each tensor of the source whose name the checkpoint needs."""
+    """Return an error for each tensor of the source whose name the checkpoint would reuse."""
     if source.shards is None or plan.errors:
         return []
     found = []
@@ -133,17 +135,17 @@ def _taken_names(plan: Plan, source: Source) -> list[str]:
         ]
         if taken:
             found.append(
-                f"{key}.{taken[0]} is in {source.shards.folder} already; give the checkpoint that "
+                f"{key}.{taken[0]} is in {source.shards.folder} already; pass the checkpoint that "
                 "it was made from, or ignore the module"
             )
     return found
 
 
 def _note_unknown(plan: Plan, source: Source) -> None:
-    """List the tensors of the files that the model class does not know: they are copied."""
+    """List the tensors of the files that the model class does not know; they are copied."""
     for name in source.unknown():
         assert source.shards is not None
         info = source.shards.info(name)
         plan.source_bytes += info.nbytes
-        reason = f"no part of {type(source.model).__name__}, copied"
+        reason = f"not part of {type(source.model).__name__}, copied"
         plan.left.append(Left(name.removesuffix(".weight"), info.shape, info.nbytes, reason))

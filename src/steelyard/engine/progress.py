@@ -1,4 +1,4 @@
-"""A progress bar with an estimate, on a terminal; lines now and then, where one is asked for."""
+"""A progress bar with the time left on a terminal; elsewhere, on request, a line now and then."""
 
 from __future__ import annotations
 
@@ -25,14 +25,12 @@ def say(text: str, show: bool | None = None) -> None:
 def progress(
     label: str, total: float, show: bool | None = None, unit: str = "steps"
 ) -> Iterator[Callable[..., None]]:
-    """Yield a function that advances the bar by one, or by as much as it is given.
+    """Yield `advance(amount=1, where="")`; `where` names the current step after the label.
 
-    A second argument says where the run is, and stands behind the label.
-
-    show: None shows it where standard error is a terminal; True writes lines elsewhere, as for the
-          log of a batch job
-    unit: steps | bytes | work (shown as a percentage, with the time that is left at the rate of the
-          whole run: for steps of known but unequal cost)
+    show: None shows the bar if standard error is a terminal; True also writes lines elsewhere, for
+          the log of a batch job
+    unit: steps | bytes | work (a percentage, with the time left at the average rate of the whole
+          run: for steps of known but unequal cost)
     """
     if show is None:
         show = sys.stderr.isatty()
@@ -86,12 +84,12 @@ def progress(
 
 
 def _left(elapsed: float, done: float, total: float) -> float:
-    """Return the seconds that are left at the rate so far."""
+    """Return the seconds left at the average rate so far."""
     return elapsed * (total / done - 1)
 
 
 class _Lines:
-    """Says how far it is, at most every half minute."""
+    """Prints the progress, at most every half minute."""
 
     def __init__(self, label: str, total: float) -> None:
         self.label = label
@@ -106,7 +104,7 @@ class _Lines:
             return
         self.said = now
         text = f"{self.label}: 100%"
-        if self.done < self.total:  # rounded, it may be all, and yet there is time left
+        if self.done < self.total:  # 99.6% would round to 100%
             left = duration(_left(now - self.started, self.done, self.total))
             text = f"{self.label}: {min(self.done / self.total, 0.99):.0%}, about {left} left"
         print(f"{text} ({where})" if where else text, file=sys.stderr, flush=True)

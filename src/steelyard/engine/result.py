@@ -1,4 +1,4 @@
-"""What a run leaves behind, beside the checkpoint."""
+"""The result of a run, besides the checkpoint."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["Result"]
 
 @dataclass(repr=False)
 class Result:
-    """What a run did; printed, a table of errors with sizes, warnings and notes.
+    """Result of a run; prints as a table of errors with sizes, warnings and notes.
 
-    model:    the module that was given, now quantized; None where the source was a folder
-    source:   the name of the model
-    warnings: those of the notes that call for attention
+    model:    the loaded module that was passed, now quantized; None if the source was a folder
+    source:   name of the model
+    warnings: the notes that call for attention
     changed:  tensors of the source that the run changed, before or without quantizing them
     """
 

@@ -1,7 +1,7 @@
-"""The ways through a model: weights alone, layer by layer, or the model as a whole.
+"""The pipelines of a run: file by file, weights alone, layer by layer, or the model as a whole.
 
-Each takes the same steps for a part of the model: load its weights, run the batches, transform and
-solve it, write its tensors.
+Except for files, each does the same for a part of the model: load its weights, run the batches,
+transform and solve it, write its tensors.
 """
 
 from __future__ import annotations
@@ -70,16 +70,16 @@ class Run:
             algorithms, result, statistics, uncalibrated, resumable, self.device, ranks, self.pool
         )
         self.passes = Passes(self.solver, self.pool, propagate, self.dtype)
-        self.done = 0  # layers
-        self.streamed: dict[int, int] = {}  # shard -> its jobs that are done
-        self.calibrated = False  # all modules are, and their tensors written
+        self.done = 0  # number of finished layers
+        self.streamed: dict[int, int] = {}  # shard -> number of its finished jobs
+        self.calibrated = False  # whether all modules are calibrated and written
         self.changed: set[str] = set()  # tensors that transforms changed
         self.marks = Marks(self)
 
-    # -- the ways through a model -------------------------------------------------------------
+    # -- pipelines ----------------------------------------------------------------------------
 
     def stream(self) -> None:
-        """From file to file."""
+        """Quantize file by file, without a model."""
         view, writer, plan = self.source.shards, self.output.writer, self.result.plan
         assert view is not None and writer is not None
         if not self.calibrated:
@@ -99,7 +99,7 @@ class Run:
         self.output.done.update(f"{name}.weight" for name in weighed)
 
     def _importance(self) -> dict[str, tuple[torch.Tensor, int]]:
-        """Return what files hold for modules; the first file that has a module counts."""
+        """Return the importance of modules from files; the first modifier that has it counts."""
         names = [planned.name for planned in self.result.plan.quantized]
         found = {}
         for algorithm in reversed(self.solver.algorithms):
@@ -108,7 +108,7 @@ class Run:
         return found
 
     def weights_only(self) -> None:
-        """Observe weights, module by module where the model has no layers."""
+        """Quantize weights layer by layer, or all at once if the model has no layers."""
         if self.calibrated:
             return
         try:
@@ -156,17 +156,17 @@ class Run:
         outside = [p for p in self.result.plan.quantized if not _is_within(p.name, names)]
         if outside or self.solver.transforms:
             self.calibrate(Part("", self.source.model, inside), flow)
-        elif self.source.shards is None:  # nothing to compute, but the tensors are to be written
+        elif self.source.shards is None:  # nothing to compute, but tensors to write
             self.output.add(self.source.model, "", inside)
 
     def share(self, samples: Samples) -> list[tuple[tuple[int, int], Inputs]]:
-        """Return this rank's batches, each with its number among all and its partial sum."""
+        """Return this rank's batches, each with its number in the run and its partial sum."""
         batches, ranks = samples.batches, self.ranks
         mine = batches_of(len(batches), ranks.rank, ranks.count)
         return [((i, partial_sum_of(i, len(batches))), self._placed(batches[i])) for i in mine]
 
     def _placed(self, inputs: Inputs) -> Inputs:
-        """Return a batch where the model is, floating-point tensors in the type it computes in."""
+        """Return a batch on the model's device, floating-point tensors in the compute dtype."""
         dtype = self.dtype or self.source.dtype
         return {
             name: tensor.to(self.device, dtype if tensor.is_floating_point() else tensor.dtype)
@@ -184,7 +184,7 @@ class Run:
     ) -> None:
         """Load a part of the model, run its batches, solve it, and write its tensors.
 
-        originals: runs the hidden states of the unquantized model through the part
+        originals: returns the hidden states of the unquantized model in and out of the part
         """
         name, root, without = part.name, part.root, part.without
         self.ranks.at(name or "the model as a whole")
@@ -204,7 +204,7 @@ class Run:
             self.changed.update(map(self.source.key, part.changed))
             for each, quantized in schemes.items():
                 result = found[each]
-                if result.error is None:  # against the weight as it is now, before it is rounded
+                if result.error is None:  # measured now, before the weight is rounded
                     error = self.output.errors.get(each)
                     error = weight_error(quantized) if error is None else error
                     result = replace(result, error=error)
@@ -213,7 +213,7 @@ class Run:
     def _note_changed(self) -> None:
         if self.solver.transforms and not self.calibrated:
             writer = self.output.writer
-            self.changed |= set() if writer is None else writer.changed  # those before a kill, too
+            self.changed |= set() if writer is None else writer.changed  # includes a resumed run's
             by = " and ".join(type(a.modifier).__name__ for a in self.solver.transforms)
             example = f", such as {min(self.changed)}" if self.changed else ""
             self.result.notes.append(f"{by} changed {count(len(self.changed), 'tensor')}{example}")
@@ -221,7 +221,7 @@ class Run:
     # -- the end ----------------------------------------------------------------------------
 
     def end(self) -> None:
-        """All modules are solved; raise if no token reached some of them."""
+        """Write the last mark; raise if some modules saw no token."""
         self._note_changed()
         self.calibrated = True
         writer = self.output.writer
@@ -235,7 +235,7 @@ class Run:
 
 
 def model_device(model: Module) -> torch.device:
-    """Return where the weights are that are in memory; the CPU if none is."""
+    """Return the device of the weights in memory; the CPU if none is."""
     devices: Iterator[torch.device] = (p.device for p in model.parameters())
     return next((d for d in devices if d.type != "meta"), torch.device("cpu"))
 

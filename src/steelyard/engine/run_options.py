@@ -20,52 +20,52 @@ MAX_SEQ_LENGTH = 2048
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What `oneshot` takes."""
+    """Arguments of `oneshot`."""
 
     model: Any
     """A folder, a name on the hub, or a loaded module, which is changed in place."""
     recipe: Any = None
     """A .yaml file, YAML text, a modifier or a list of modifiers: see `load_recipe`."""
     dataset: Any = None
-    """Calibration data, where the recipe needs some: see `steelyard.data.samples.load_samples`."""
+    """Calibration data, if the recipe needs any: see `steelyard.data.samples.load_samples`."""
     output_dir: str | Path | None = None
-    """Folder for the checkpoint; not needed for a loaded module, or to save only statistics."""
+    """Folder for the checkpoint; optional for a loaded module, or to save only statistics."""
     tokenizer: Any = None
-    """Tokenizer, or its folder; None takes that of the model."""
+    """Tokenizer, or its folder; None uses that of the model."""
     processor: Any = None
-    """Processor of a model of images or audio, or its folder; None takes that of the model."""
+    """Processor for images or audio, or its folder; None uses that of the model."""
     num_calibration_samples: int = 512
-    """At most so many samples of the dataset."""
+    """Largest number of samples to use."""
     max_seq_length: int | None = MAX_SEQ_LENGTH
-    """At most so many tokens of each sample; None for 2048."""
+    """Largest number of tokens per sample; None for 2048."""
     batch_size: int = 1
-    """Samples that run through the model at once."""
+    """Samples per forward."""
     data_collator: str | Callable[[list[Any]], Any] = "truncation"
-    """Makes one sample of `batch_size` rows; "truncation" and "padding" are llm-compressor's names
-    for batches of text, which hold samples of equal length here, without padding."""
+    """Collates `batch_size` rows into one batch. "truncation" and "padding" are llm-compressor's
+    names for batches of text; here those hold samples of equal length, without padding."""
     text_column: str = "text"
     """Column of the dataset that holds the text."""
     splits: str | None = None
     """Split of the dataset, such as "train[:512]"."""
     shuffle_calibration_samples: bool = True
-    """Take samples in random order; False takes the first ones."""
+    """Draw samples at random; False uses the first ones."""
     seed: int = 0
-    """Seed of that order."""
+    """Seed of the random draw."""
     pipeline: str = "auto"
     """sequential (layer by layer), basic (the whole model at once), or datafree (file by file);
-    auto takes datafree where no data is needed, else sequential."""
+    auto chooses datafree if no data is needed, else sequential."""
     propagate_error: bool | None = None
-    """Give each layer the output of the quantized layers before it, at the cost of a second pass
-    unless an algorithm solves modules on the way; None does so where an algorithm asks for it."""
+    """Give each layer the output of the quantized layers before it. That costs a second pass unless
+    an algorithm solves modules in the order of their calls; None lets the algorithms decide."""
     uncalibrated: str = "error"
-    """What to do with a module that no token reached: error, or weights-only."""
+    """What to do with modules that saw no token: error, or weights-only."""
     moe_calibrate_all_experts: bool = True
-    """Let the ranges of an expert's inputs cover all tokens, not only those that the router sends
-    to it; Hessians and importance are always of its own tokens."""
+    """Whether the input ranges of an expert cover all tokens, not only those routed to it;
+    Hessians and importance always use its own tokens."""
     save_statistics: str | Path | None = None
-    """File for the statistics of all observers: see `steelyard.engine.statistics`."""
+    """File to save the statistics of all observers to: see `steelyard.engine.statistics`."""
     statistics: str | Path | None = None
-    """Such a file, instead of a dataset."""
+    """Statistics file to use instead of a dataset."""
     overwrite: bool = False
     """Replace a checkpoint in `output_dir`."""
     resume: bool = True
@@ -75,12 +75,12 @@ class Options:
     model_revision: str | None = None
     """Revision of a model on the hub."""
     trust_remote_code_model: bool = False
-    """Run code that the checkpoint brings along."""
+    """Run the Python code that the checkpoint contains."""
     show_progress: bool | None = None
-    """Show plan and progress; None does so on a terminal."""
+    """Show plan and progress; None shows them on a terminal."""
 
     def check(self) -> None:
-        """Raise for values that no run can have."""
+        """Raise for invalid values."""
         _one_of("pipeline", self.pipeline, PIPELINES)
         _one_of("uncalibrated", self.uncalibrated, UNCALIBRATED)
         if not callable(self.data_collator):
@@ -94,7 +94,7 @@ class Options:
 
     def refuse_two_sources(self) -> None:
         if self.statistics is not None and self.dataset is not None:
-            raise DataError("statistics= is taken instead of data: leave dataset out")
+            raise DataError("statistics= replaces calibration data: remove the dataset")
 
     @property
     def collator(self) -> Callable[[list[Any]], Any] | None:

@@ -49,7 +49,7 @@ def save_as_quantized(
     modules: Mapping[str, Any],
     plan: Plan,
     tokenizer: Any,
-    leave: Callable[[Path], None] | None = None,
+    add_files: Callable[[Path], None] | None = None,
     first: bool = True,
 ) -> None:
     """Make the module's own `save_pretrained` write its quantized checkpoint.
@@ -71,9 +71,9 @@ def save_as_quantized(
 
         save_compressed:     False writes rounded weights in their original type, as an ordinary
                              model without a quantization_config
-        quantization_format: a format of compressed-tensors, instead of the one that its scheme has
+        quantization_format: a format of compressed-tensors, instead of the scheme's own
         max_shard_size:      largest shard, in bytes or such as "5GB"
-        overwrite:           replace a checkpoint that the folder holds
+        overwrite:           replace a checkpoint in the folder
         is_main_process:     False writes nothing
         """
         shard_bytes = _shard_bytes(max_shard_size)
@@ -97,19 +97,19 @@ def save_as_quantized(
             keep_tokenizer=True,
         ) as output:
             output.add(source.model, "", None)
-            output.finish(config, recipe, modules, plan, leave=leave)
+            output.finish(config, recipe, modules, plan, add_files=add_files)
 
     source.model.save_pretrained = save_pretrained
 
 
 def _chosen_format(config: QuantizationConfig, name: str | None, compressed: bool) -> str | None:
-    """Return the format to write, None for that of each scheme; refuse one that does not fit."""
+    """Return the format to write, None for that of each scheme; raise if it does not fit."""
     if name is not None:
         name = str(getattr(name, "value", name))
     if not compressed:
         if name not in (None, DENSE):
             raise CheckpointError(
-                f"quantization_format={name!r} needs save_compressed=True; leave one of them out"
+                f"quantization_format={name!r} needs save_compressed=True; remove one of the two"
             )
         return DENSE
     if name is None or name == DENSE:
@@ -121,8 +121,8 @@ def _chosen_format(config: QuantizationConfig, name: str | None, compressed: boo
     for group, scheme in config.config_groups.items():
         if scheme.weights is not None and not _fits(name, scheme):
             raise CheckpointError(
-                f"quantization_format={name!r} does not store the weights of {group}; "
-                f"{format_of(scheme)!r} fits, and is chosen when the option is left out"
+                f"quantization_format={name!r} cannot store the weights of {group}; "
+                f"remove the option to use {format_of(scheme)!r}"
             )
     return name
 
@@ -139,7 +139,7 @@ def _fits(name: str, scheme: QuantizationScheme) -> bool:
 
 
 def _lost_when_dense(config: QuantizationConfig) -> str:
-    """Return what a checkpoint of weights alone does not hold."""
+    """Return the quantized parts that a checkpoint of weights alone loses."""
     schemes = config.config_groups.values()
     lost = {
         "activations": any(s.input_activations or s.output_activations for s in schemes),

@@ -1,4 +1,4 @@
-"""Checks the files that a run saves beside its checkpoint, before any work."""
+"""Checks the paths of files that a run saves besides its checkpoint, before any work."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def check_saved_files(
     save_statistics: str | Path | None,
     output_dir: str | Path | None,
 ) -> None:
-    """Refuse files that could not be written at the end, or would be lost with the old output."""
+    """Raise for files that could not be written at the end, or would be lost with old output."""
     wanted = [file for algorithm in algorithms for file in algorithm.files()]
     files = [*wanted, *([(STATISTICS, save_statistics)] if save_statistics is not None else [])]
     output = None if output_dir is None else output_path(output_dir)
@@ -27,7 +27,7 @@ def check_saved_files(
         kind.check_place(path)
         place = Path(path).resolve()
         if place in seen:
-            raise PlanError(f"{path} is named twice, for two files; give each a name of its own")
+            raise PlanError(f"{path} is named for two files; give each a name of its own")
         seen.add(place)
         if output is not None and output in (place, *place.parents):
             raise PlanError(

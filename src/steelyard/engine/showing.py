@@ -1,6 +1,6 @@
-"""Shows observers and algorithms what flows into the modules of a block.
+"""Passes the inputs of a block's modules to observers and algorithms.
 
-Most modules are called with one tensor, alone or with others. Experts get theirs at a
+Most modules are called with one tensor, which several may share. Experts get theirs at a
 `RoutingPoint`: each its own tokens with their weights, and for ranges all tokens of the batch.
 """
 
@@ -23,9 +23,9 @@ __all__ = ["Stage", "points_of", "showing", "stages_of"]
 
 @dataclass(frozen=True)
 class Stage:
-    """Modules that get their inputs at one time.
+    """Modules that get their inputs at the same time.
 
-    point: where experts do; None for modules that are called with one tensor
+    point: the routing point of experts; None for modules that are called with one tensor
     """
 
     modules: Mapping[str, Module]
@@ -37,11 +37,11 @@ class Stage:
 
     @property
     def called(self) -> list[Module]:
-        """The modules whose calls show the input."""
+        """The modules to hook for the input."""
         return list(self.modules.values()) if self.point is None else [self.point]
 
     def show(self, value: Any, calibration: Calibration, work: Work, moment: Moment) -> None:
-        """Show what a batch has there; of experts, `Work.flush` has been called."""
+        """Pass the input of a batch on; for experts this also calls `Work.flush`."""
         if self.point is not None:
             self._show_routed(value, calibration, work, moment)
             return
@@ -54,7 +54,7 @@ class Stage:
     ) -> None:
         assert self.point is not None
         known = {module: name for name, module in self.modules.items()}
-        with without_padding(None):  # the inputs come without
+        with without_padding(None):  # the inputs have none
             for number, linears in enumerate(self.point.linears):
                 names = [known[linear] for linear in linears if linear in known]
                 if not names:
@@ -68,11 +68,11 @@ class Stage:
                             calibration.show_range(names, seen)
                 if x is not None:
                     work.show(names, x, moment, weights)
-            work.flush()  # what the experts of a batch see takes more memory than the batch
+            work.flush()  # the inputs of a batch's experts take more memory than the batch
 
 
 def points_of(root: Module, modules: Mapping[str, Module]) -> dict[str, RoutingPoint]:
-    """Return for each of the modules that is part of an expert where it gets its input."""
+    """Return the routing point of each module that is part of an expert."""
     points = {
         linear: point
         for point in routing_points(root)
@@ -87,7 +87,7 @@ def stages_of(
     modules: Mapping[str, Module],
     points: Mapping[str, RoutingPoint],
 ) -> list[Stage]:
-    """Return the stages of a block, given the names of the modules of each."""
+    """Return the stages of a block, from the module names of each."""
     return [Stage({n: modules[n] for n in stage}, points.get(stage[0])) for stage in names]
 
 
@@ -98,7 +98,7 @@ def showing(
     work: Work,
     moment: Callable[[], Moment],
 ) -> Iterator[None]:
-    """Show the inputs of experts whenever a batch comes to them."""
+    """Pass the inputs of experts on whenever a batch reaches a routing point."""
     calibration.take_over()
     with contextlib.ExitStack() as hooks:
         for point in dict.fromkeys(points.values()):

@@ -1,6 +1,6 @@
 """Solves a calibrated block: quantization parameters, rounded weights, modules without tokens.
 
-Several ranks each solve the weights assigned to them, and send the others what they found.
+Each rank solves the weights assigned to it, and sends the results to the others.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ __all__ = ["Solver"]
 class Solver:
     """The algorithms of a run, and the modules that they could not solve.
 
-    claims:       the modifier that quantizes each module, as its place in the recipe
-    uncalibrated: what becomes of modules that no token reached, "error" or "weights-only"
+    claims:       index in the recipe of the modifier that quantizes each module
+    uncalibrated: what to do with modules that saw no token, "error" or "weights-only"
     resumable:    whether a run that ends in an error can be resumed
     """
 
@@ -65,14 +65,14 @@ class Solver:
             if algorithm.modifier.quantization_config() is not None
         }
 
-    # -- who works on what --------------------------------------------------------------------
+    # -- algorithms and their modules ---------------------------------------------------------
 
     def needs(self, name: str) -> bool:
-        """Whether any algorithm needs something: a field of `Needs`."""
+        """Whether any algorithm needs this field of `Needs`."""
         return any(getattr(algorithm.needs, name) for algorithm in self.algorithms)
 
     def solving_needs(self, name: str) -> bool:
-        """Whether any algorithm needs it while modules are observed and solved."""
+        """Whether any algorithm that solves modules needs this field of `Needs`."""
         return any(getattr(algorithm.needs, name) for algorithm in self._solving)
 
     @property
@@ -85,7 +85,7 @@ class Solver:
 
     @property
     def passes(self) -> int:
-        """How often batches run through a block to be observed."""
+        """Number of passes to observe a block."""
         return max((algorithm.needs.passes for algorithm in self._solving), default=1)
 
     @property
@@ -100,7 +100,7 @@ class Solver:
         calibration: Calibration | None,
         **more: Any,
     ) -> Block:
-        """Return a block with all of its modules; `part` gives an algorithm those of its own."""
+        """Return a block with all of its modules; `Block.part` selects those of an algorithm."""
         left_out = set() if without is None else set(without.modules())
         within = {
             f"{name}.{path}".strip("."): module
@@ -137,7 +137,7 @@ class Solver:
         ]
 
     def begin(self, block: Block) -> Work:
-        """Start to calibrate and solve a block, before any data."""
+        """Start the algorithms that solve a block, before any data."""
         modules = block.calibration.modules
         work = Work(
             [
@@ -149,14 +149,14 @@ class Solver:
         return work
 
     def begin_transform(self, algorithm: Algorithm, block: Block) -> Work | None:
-        """Start to transform a block; None where no target of the modifier is in it."""
+        """Start an algorithm that transforms a block; None if its targets match nothing there."""
         names = self._matched(algorithm, block.within)
         return Work([(algorithm, block.part(names))], transforming=True) if names else None
 
     # -- solving ------------------------------------------------------------------------------
 
     def solve(self, block: Block, work: Work) -> dict[str, ModuleResult]:
-        """After all data: find the parameters of the modules, and round their weights."""
+        """Find the quantization parameters of an observed block, and round its weights."""
         ranks, calibration = self.ranks, block.calibration
         modules = calibration.modules
         calibration.sync(ranks)
@@ -178,9 +178,9 @@ class Solver:
     def _exchange(
         self, block: Block, found: Mapping[str, ModuleResult], known: int
     ) -> dict[str, ModuleResult]:
-        """Exchange results: send those of this rank's modules, receive those of the others.
+        """Send the results of this rank's modules, and receive those of the others.
 
-        known: how many notes there were before
+        known: number of notes before solving
         """
         notes, modules = self.result.notes, block.calibration.modules
         mine = [name for name in modules if block.owners[name] == self.ranks.rank]
@@ -193,13 +193,13 @@ class Solver:
         more = [algorithm.found(mine) for algorithm in self.algorithms]
         results: dict[str, ModuleResult] = {}
         sending = (own, plain, notes[known:], more)
-        for rank, (news, changed, told, others) in enumerate(self.ranks.gather(sending)):
+        for rank, (received, changed, added, others) in enumerate(self.ranks.gather(sending)):
             if rank == self.ranks.rank:
                 continue
-            notes += told
+            notes += added
             for name, value in changed.items():
                 block.change(name, value)
-            for name, (tensors, result) in news.items():
+            for name, (tensors, result) in received.items():
                 for leaf, value in tensors.items():
                     tensor = value.to(self.device)
                     modules[name].register_parameter(leaf, Parameter(tensor, requires_grad=False))
@@ -224,7 +224,7 @@ class Solver:
             scheme = module.quantization_scheme.model_copy(
                 update={"input_activations": None, "output_activations": None}
             )
-            # with a folder it is kept, so that a run which ends in an error can be resumed
+            # a resumable run keeps it even with "error": the user may resume with "weights-only"
             continues = self.uncalibrated == "weights-only" or self.resumable
             if continues and scheme.weights is not None:
                 module.quantization_scheme = scheme
@@ -238,23 +238,23 @@ class Solver:
         for name, _, observer in calibration.observers():
             reason = getattr(observer, "fallback_reason", None)
             if reason is not None:
-                self.result.notes.append(f"{name}: its columns weigh alike, since {reason}")
+                self.result.notes.append(f"{name}: columns are not weighted, since {reason}")
 
     @property
     def uncalibrated_modules(self) -> list[str]:
-        """The modules that saw no token, and may not be stored without activations."""
+        """The modules that saw no token and may not fall back to weights only."""
         allowed = self.weights_only_schemes if self.uncalibrated == "weights-only" else ()
         return [name for name in self.unseen if name not in allowed]
 
     def require_all(self, kept: bool) -> None:
         """Raise if some modules saw no token.
 
-        kept: whether the journal keeps the calibrated ones
+        kept: whether the journal keeps the calibrated modules
         """
         if not self.uncalibrated_modules:
             return
         shown = "\n".join(f"  - {name}" for name in self.uncalibrated_modules)
-        again = " What was calibrated is kept, and need not be again if you choose the second."
+        again = ' The calibrated modules are kept: a run with uncalibrated="weights-only" resumes.'
         raise CalibrationError(
             f"{count(len(self.uncalibrated_modules), 'module')} saw no token of the calibration "
             f"data, so no scale is known:\n{shown}\nUse more samples, or "

@@ -1,4 +1,4 @@
-"""Finds out in which order a layer calls its modules, and which of them with one tensor."""
+"""Finds the order in which a layer calls its modules, and which of them share an input."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ def find_stages(
     points: Mapping[str, Module] | None = None,
     dtype: torch.dtype | None = None,
 ) -> list[list[str]] | None:
-    """Return the names of `modules`, those with one input together, in the order of their calls.
+    """Return the names of `modules` in the order of their calls, grouped by shared input.
 
-    points: of modules that are parts of experts, what is called with the inputs of all at once
+    points: routing points of modules that are parts of experts
 
-    `forward` is run once while the modules give zeros, so that next to nothing is computed.
+    Runs `forward` once, with modules that return zeros, so it computes next to nothing.
 
-    None where there are none that hold for all data: unless each module is a Linear that is called
-    once, with all `tokens` of the batch, which of them are called may depend on the data. One that
-    is called with another type than `dtype` has its weight looked at, which is cast only when the
-    stage is solved.
+    Returns None if the order may depend on the data: unless each module is a Linear that is called
+    once, with all `tokens` of the batch. Also None if an input has another dtype than `dtype`: such
+    a class casts to the dtype of a weight, which is itself cast only when its stage is solved.
     """
     if not all(_is_plain(module) for module in modules.values()):
         return None
@@ -66,11 +65,11 @@ def find_stages(
     if any(x.dtype != (dtype or x.dtype) for name, x in calls if name not in points):
         return None
     stages: dict[int, list[str]] = {}
-    for name, x in calls:  # which keeps them alive, so that no two have the same id
+    for name, x in calls:  # `calls` keeps the tensors alive, so ids are unique
         stages.setdefault(id(x), []).append(name)
     return list(stages.values())
 
 
 def _is_plain(module: Module) -> bool:
-    """Whether a module returns a product and nothing else, unlike the routers of some classes."""
+    """Whether a module is a plain Linear; routers of some classes subclass it."""
     return isinstance(module, Linear) and type(module).forward is Linear.forward

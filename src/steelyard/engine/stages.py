@@ -1,15 +1,13 @@
 """Runs all batches through one layer in stages: each module is changed, then computed once.
 
-A stage is a set of modules that are called with one and the same tensor, such as q, k and v. Every
-batch runs up to the first module of the stage, shows what flows into it, and waits there. When all
-batches wait, the caller may change the modules of the stage; then they continue to the next.
-So each module sees what the changed modules before it give, and what comes out in the end is the
-output of the layer as it was changed.
+A stage is a set of modules that are called with the same tensor, such as q, k and v. Every batch
+runs up to the first module of the stage, hands over its input, and waits. When all batches wait,
+the caller may change the modules of the stage; then the batches continue to the next. So each
+module gets its input from changed modules, and the output is that of the changed layer.
 
-A forward that waits is a greenlet: a stack for each batch, on one thread of a pool. A batch that
-waits holds what its forward has computed so far. Those that do not fit into `budget` are dropped,
-and start again from the layer's input when it is their turn; that changes how long it takes, and no
-bit.
+A waiting forward is a greenlet: a stack for each batch, on one thread of a pool. It holds what it
+has computed so far. Batches that do not fit into `budget` are dropped, and start again from the
+layer's input when it is their turn; that costs time and changes no bit.
 
 Batches run under `torch.no_grad()` throughout: torch keeps such modes per thread, not per greenlet.
 """
@@ -35,13 +33,13 @@ from torch.utils.hooks import RemovableHandle
 from steelyard.distributed import ThreadPool
 from steelyard.errors import PipelineError
 
-__all__ = ["BESIDE", "Staged", "at_once", "holding_budget"]
+__all__ = ["CONCURRENT_BYTES", "Staged", "at_once", "holding_budget"]
 
 T = TypeVar("T")
 
-BESIDE = 256 << 20
-"""Bytes that batches hold which are on their way together, where nothing has to wait for all; more
-where a batch for each thread needs more."""
+CONCURRENT_BYTES = 256 << 20
+"""Bytes that batches in flight may hold if no stage waits for all of them; exceeded if one batch
+per thread needs more."""
 
 
 def holding_budget(device: torch.device) -> int:
@@ -52,27 +50,27 @@ def holding_budget(device: torch.device) -> int:
 
 
 class _Pass(greenlet):  # type: ignore[misc]
-    """The forward of one batch, as far as it has come."""
+    """The forward of one batch, suspended between stages."""
 
     def __init__(self, forward: Callable[[], Any]) -> None:
         super().__init__(forward)
         self.gr_context = contextvars.copy_context()
-        self.inputs: dict[int, weakref.ref[torch.Tensor]] = {}  # stage -> what flows into it
+        self.inputs: dict[int, weakref.ref[torch.Tensor]] = {}  # stage -> its input
         self.called: set[Module] = set()
-        self.output: Any = None  # when it has ended
+        self.output: Any = None  # set at the end
 
     def input(self, stage: int) -> torch.Tensor:
         x = self.inputs[stage]()
-        assert x is not None  # the forward that waits has it
+        assert x is not None  # the waiting forward keeps it alive
         return x
 
 
 class Staged(Generic[T]):
-    """Drives `forwards` through `stages`, while it is entered.
+    """Drives `forwards` through `stages`, as a context manager.
 
-    stages:   the modules of each, in the order in which they are called
-    forwards: one for each batch; called anew where the batch could not be held
-    tokens:   of each batch
+    stages:   modules of each stage, in the order of their calls
+    forwards: one per batch; called again if the batch was dropped
+    tokens:   number of tokens of each batch
     budget:   bytes that waiting batches may hold
     pool:     the threads that batches run on
     """
@@ -90,10 +88,10 @@ class Staged(Generic[T]):
         self.budget = budget
         self.pool = pool or ThreadPool()
         self._stage_of = {module: i for i, stage in enumerate(stages) for module in stage}
-        self._stage = 0  # the one to wait at; those before it are done
-        self._held: dict[int, tuple[_Pass, int]] = {}  # batch -> what waits, and its bytes
+        self._stage = 0  # stage to wait at; earlier ones are done
+        self._held: dict[int, tuple[_Pass, int]] = {}  # batch -> its forward, and its bytes
         self._sizes: dict[tuple[int, torch.Size], int] = {}
-        self._rates: dict[int, float] = {}  # stage -> the most bytes that a batch held per token
+        self._rates: dict[int, float] = {}  # stage -> most bytes per token of a batch
         self._handles: list[RemovableHandle] = []
 
     def __enter__(self) -> Staged[T]:
@@ -111,10 +109,10 @@ class Staged(Generic[T]):
         see: Callable[[int, torch.Tensor], None],
         flush: Callable[[], None] = lambda: None,
     ) -> None:
-        """Run every batch up to a stage; show `see` the input of the stage, batch after batch.
+        """Run every batch up to a stage; call `see` with the stage's input, in batch order.
 
-        see:    takes the number of the batch, and the tensor
-        flush:  called after each group of batches, while their tensors are still there
+        see:    called with the index of the batch, and the tensor
+        flush:  called after each group of batches, while their tensors are alive
         """
         self._stage = stage
         start = 0
@@ -140,9 +138,9 @@ class Staged(Generic[T]):
             start = indices.stop
 
     def finish(self) -> Generator[T, None, None]:
-        """Run every batch to its end, after the last stage; yield what comes out.
+        """Run every batch from the last stage to its end; yield the outputs.
 
-        Must be ended or closed before this is left.
+        Exhaust or close the generator before leaving the context.
         """
         self._stage = len(set(self._stage_of.values()))
         with contextlib.closing(self.pool.begin(self._calls(range(len(self.forwards))))) as passes:
@@ -153,18 +151,18 @@ class Staged(Generic[T]):
 
     @property
     def rate(self) -> float:
-        """The most bytes that a batch held for each of its tokens."""
+        """Most bytes per token that a batch held."""
         return max(self._rates.values())
 
     def _stop(self, start: int) -> int:
-        """Return the end of the batches that may come to the stage before some must be dropped."""
-        if self._stage not in self._rates:  # nothing is known of it yet
+        """Return the end of the batches that fit into the budget at this stage."""
+        if self._stage not in self._rates:  # not measured yet
             return min(start + self.pool.count, len(self.forwards))
         left = self.budget - sum(held for _, held in self._held.values())
         return start + at_once(self.tokens[start:], self._rates[self._stage], left)
 
     def _calls(self, indices: Iterable[int]) -> Iterator[tuple[int, Callable[[], _Pass]]]:
-        """Run batches up to the stage, or their end, each on the thread that it began on."""
+        """Yield calls that run a batch up to the stage or its end, on the thread it began on."""
 
         def resume(index: int) -> _Pass:
             one, size = self._held.get(index) or (_Pass(self.forwards[index]), 0)
@@ -182,14 +180,14 @@ class Staged(Generic[T]):
         self.pool.do([(index, self._held.pop(index)[0].throw) for index in indices])
 
     def _size(self, waiting: _Pass) -> int:
-        """Return the bytes that a batch holds; those of one shape hold the same."""
+        """Return the bytes that a batch holds, measured once per shape."""
         kind = (self._stage, waiting.input(self._stage).shape)
         if kind not in self._sizes:
             self._sizes[kind] = held_bytes(waiting.gr_frame)
         return self._sizes[kind]
 
     def _called(self, module: Module, args: Any) -> None:
-        """Wait where the stage is reached; refuse calls in another order than the first batch's."""
+        """Wait at the stage; raise if the order of calls differs from the first batch's."""
         one = getcurrent()
         assert isinstance(one, _Pass)
         stage, x = self._stage_of[module], args[0]
@@ -205,9 +203,10 @@ class Staged(Generic[T]):
 
 
 def at_once(tokens: Sequence[int], rate: float, budget: float) -> int:
-    """Return how many batches, of so many tokens each, fit into a budget; at least one.
+    """Return how many batches fit into a budget; at least one.
 
-    rate: bytes for each token
+    tokens: number of tokens of each batch
+    rate:   bytes per token
 
     >>> at_once([10, 10, 40, 10], rate=8, budget=200)
     2
@@ -217,12 +216,12 @@ def at_once(tokens: Sequence[int], rate: float, budget: float) -> int:
 
 
 def fits(size: int, held: Iterable[int], budget: int) -> bool:
-    """Return whether one more batch may wait beside those that do."""
+    """Return whether one more batch may wait."""
     return size + sum(held) <= budget
 
 
 def held_bytes(frame: FrameType | None) -> int:
-    """Return the bytes of all tensors that a forward, stopped in `frame`, has in its variables."""
+    """Return the bytes of all tensors in the local variables of a forward suspended in `frame`."""
     found: dict[int, int] = {}
     while frame is not None:
         variables = frame.f_locals
@@ -242,6 +241,6 @@ def held_bytes(frame: FrameType | None) -> int:
 
 def _irregular() -> PipelineError:
     return PipelineError(
-        "a layer calls its modules in another way for one batch than for the first, so batches "
-        'cannot wait for each other before them; pipeline="basic" runs the model as a whole'
+        "a layer calls its modules in a different order for different batches, so they cannot be "
+        'solved in stages; pipeline="basic" runs the model as a whole'
     )

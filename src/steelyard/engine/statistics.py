@@ -1,13 +1,13 @@
-"""Calibration in parts: a run saves its statistics, or takes those of a file instead of data.
+"""Calibration over several runs: a run saves its statistics, or reads a file instead of data.
 
     oneshot(model, recipe, monday, save_statistics="monday.safetensors")
     oneshot(model, recipe, tuesday, save_statistics="tuesday.safetensors")
     merge_statistics(["monday.safetensors", "tuesday.safetensors"], "all.safetensors")
     oneshot(model, recipe, statistics="all.safetensors", output_dir="quantized")
 
-The checkpoint is that of one run over all the data, bit for bit. That holds where every layer sees
-what the unquantized layers before it give. With `propagate_error`, and so with GPTQ, it sees the
-error of weights that were rounded for the data of one part, so parts do not add up and are refused.
+The checkpoint is that of one run over all the data, bit for bit. That holds if every layer gets the
+output of unquantized layers. With `propagate_error`, and so with GPTQ, its input includes the error
+of weights that were rounded for the data of one run, so statistics do not add up and are refused.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _OF_NO_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype",
 
 
 def merge_statistics(paths: Sequence[str | Path], out: str | Path) -> None:
-    """Join files into one, which is that of one run over the data of all, in their order."""
+    """Join files into one, equal to that of one run over all their data, in this order."""
     if isinstance(paths, (str, Path)) or not paths:
-        raise StatisticsError("merge_statistics takes a list of files, of which there is none")
+        raise StatisticsError("merge_statistics needs a list of one or more files")
     STATISTICS.check_place(out)
     Statistics.joined([(str(path), Statistics.read(path)) for path in paths]).write(out)
 
@@ -48,9 +48,9 @@ def merge_statistics(paths: Sequence[str | Path], out: str | Path) -> None:
 class RunStatistics:
     """Saves or restores the statistics of a run.
 
-    save_to: where those of this run go; None where nobody asked
-    file:    those to take instead of data
-    only:    the run ends with them: no weight is quantized
+    save_to: file to write; None saves nothing
+    file:    file to read instead of data
+    only:    only save statistics; no weight is quantized
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class RunStatistics:
     # -- before -------------------------------------------------------------------------------
 
     def begin(self, source: Source, name: str, recipe: str, samples: Samples) -> None:
-        """Start with what the file will say about the run."""
+        """Record the model, recipe and data that the file will name."""
         if self.save_to is None:
             return
         run = {
@@ -89,7 +89,7 @@ class RunStatistics:
         self.saved = Statistics(recipe, model, [run])
 
     def describe(self, source: Source) -> str:
-        """Refuse those of another model; return a line about where the statistics come from."""
+        """Return a line about the origin of the statistics; raise if they are of another model."""
         given = self.given
         assert given is not None
         if given.model["config"] != _config_digest(source):
@@ -106,10 +106,10 @@ class RunStatistics:
     def check(
         self, model: Module, begin: Callable[[Calibration], object], notes: list[str]
     ) -> None:
-        """Find out before any work whether the statistics fit the model and the recipe.
+        """Check before any work that the statistics fit the model and the recipe.
 
         model: with its schemes
-        begin: starts the recipe's algorithms, which choose what is observed
+        begin: starts the recipe's algorithms, which choose the observers
         """
         if self.given is None:
             return
@@ -143,7 +143,7 @@ class RunStatistics:
     # -- one part of the model ----------------------------------------------------------------
 
     def exchange(self, calibration: Calibration, device: torch.device) -> None:
-        """After the data of a part: keep its statistics, or restore those of the file."""
+        """Keep the statistics of an observed part, or restore those of the file."""
         if self.saved is None and self.given is None:
             return
         for name, base, observer in calibration.observers():
@@ -174,7 +174,7 @@ class RunStatistics:
         restore(observer, (identity, moved), origin)
 
     def _check_weight(self, name: str, module: Any) -> None:
-        """Refuse the statistics of another weight; of one that is not loaded, another shape."""
+        """Raise if the statistics are of another weight; compare shapes if it is not loaded."""
         assert self.given is not None
         weight, known = module._parameters.get("weight"), self.given.weights.get(name)
         if weight is None or known is None:
@@ -192,7 +192,7 @@ class RunStatistics:
             )
 
     def _check_channels(self, name: str, base: str, module: Any) -> None:
-        """Refuse importance of another number of input channels than the weight has."""
+        """Raise if the importance has another number of input channels than the weight."""
         assert self.given is not None
         sums = self.given.observers[name, base].state[1].get("_imatrix_sum")
         weight = module._parameters.get("weight")
@@ -226,15 +226,15 @@ class RunStatistics:
         unseen = [(name, base) for name, base in unseen if base != "weight"]
         if self.only and unseen:
             notes.append(
-                f"{len(unseen)} values were not seen, such as the {unseen[0][1]} of "
-                f"{unseen[0][0]}; other parts of the data may have them"
+                f"{len(unseen)} observers saw no token, such as that of the {unseen[0][1]} of "
+                f"{unseen[0][0]}; runs over other data may fill them"
             )
 
 
 def _sees_data(base: str, observer: Observer) -> bool:
-    """Whether what an observer knows before it sees the weight comes from calibration data.
+    """Whether an observer's statistics, before it observes the weight, come from calibration data.
 
-    One that gathers importance has sums from the start, of no token.
+    One that gathers importance starts with sums over no tokens.
     """
     return base != "weight" or bool(observer.get_statistics())
 
@@ -248,26 +248,26 @@ def _check_request(
     name = "save_statistics" if file is None else "statistics"
     if save_to is not None and file is not None:
         raise PlanError(
-            "statistics= and save_statistics= exclude each other: a run without data sees nothing "
-            "that could be saved"
+            "statistics= and save_statistics= exclude each other: a run without data has no "
+            "statistics to save"
         )
     for algorithm in algorithms:
         if not algorithm.mergeable:
             raise PlanError(
-                f"{name}= does not go with {type(algorithm.modifier).__name__}: it changes weights "
-                "by what it sees of the data, and shows later layers the error of earlier ones, so "
-                "what separate runs see does not add up to one run; give it all data at once"
+                f"{name}= does not work with {type(algorithm.modifier).__name__}: it changes "
+                "weights by the data, and later layers get the error of earlier ones, so the "
+                "statistics of separate runs do not add up to one run; use all data in one run"
             )
     if propagate:
         raise PlanError(
-            f"{name}= does not go with propagate_error=True: later layers see the error of earlier "
-            "ones, which depends on the data of that run, so what separate runs see does not add "
-            "up to one run; leave propagate_error out"
+            f"{name}= does not work with propagate_error=True: later layers get the error of "
+            "earlier ones, which depends on the data of that run, so the statistics of separate "
+            "runs do not add up to one run; remove propagate_error"
         )
     if not needs_data(algorithms):
         raise PlanError(
-            f"{name}= has no use here, since there is nothing to observe: the recipe needs no "
-            "calibration data"
+            f"{name}= has no effect: the recipe needs no calibration data, so there is nothing to "
+            "observe; remove it"
         )
 
 

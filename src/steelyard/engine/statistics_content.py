@@ -1,4 +1,4 @@
-"""The fields of a statistics file beside its tensors, and the types that they must have."""
+"""The metadata fields of a statistics file, and their types."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class DataRun(_Strict):
 
 
 class Kind(_Strict):
-    """Observers that are alike: the registered name, how to build one, and what it must be."""
+    """Observers of one kind: the registered name, the arguments to build one, its properties."""
 
     name: str
     args: dict[str, Any]
@@ -45,9 +45,9 @@ class Kind(_Strict):
 
 
 class StatisticsContent(_Strict):
-    """What the metadata of a file says.
+    """Metadata of a file.
 
-    observers: module, base name, number of its kind, updates, tokens, and the type observed
+    observers: module, base name, index of its kind, updates, tokens, and the observed dtype
     """
 
     kind: str

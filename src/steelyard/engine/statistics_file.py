@@ -1,8 +1,8 @@
 """The statistics of a whole run in one file, and files of several runs joined.
 
-A file holds the statistics of every observer, and the arguments that build such an observer
-again: its name and its arguments. Files join as ranks do (`observers.combine`). The file also names
-the model, its weights, the recipe, and each run with its data.
+A file holds the statistics of every observer, with the name and arguments to rebuild it. Files join
+as ranks do (`observers.combine`). The file also names the model, its weights, the recipe, and each
+run with its data.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ Key = tuple[str, str]
 
 _KIND = "statistics of a run"
 _VERSION = 1
-_COUNTS = ("updates", "tokens", "dtype")  # of a state; the rest says what the observer is
+_COUNTS = ("updates", "tokens", "dtype")  # of a state; the rest identifies the observer
 
 
 @dataclass(frozen=True)
 class Observed:
-    """One observer: how to build it, and what it has seen; no tensors if that is nothing."""
+    """One observer: its arguments and its statistics; no tensors if it observed nothing."""
 
     name: str
     args: dict[str, Any]
@@ -51,13 +51,13 @@ class Observed:
         names = [n for n in known if Observer.get_value_from_registry(n) is type(observer)]
         if not names:
             raise StatisticsError(
-                f"{observer.label} is of a class that is not registered, so no file can name it: "
+                f"the class of {observer.label} is not registered, so no file can name it: "
                 "register it with @Observer.register"
             )
         return cls(names[0], observer.args.model_dump(mode="json"), state_of(observer))
 
     def build(self, key: Key) -> Observer:
-        """Return an observer like the one that was saved, which has seen nothing."""
+        """Return an observer like the saved one, without statistics."""
         args = QuantizationArgs.model_validate(self.args)
         observer = Observer.load_from_registry(self.name, base_name=key[1], args=args)
         observer.module_name = key[0]
@@ -66,10 +66,10 @@ class Observed:
 
 @dataclass
 class Statistics:
-    """What the observers of a run have seen.
+    """Statistics of all observers of a run.
 
     model:     its name, and the digest of its configuration
-    runs:      of each: the digest of its data, samples, tokens, and versions
+    runs:      of each, the digest of its data, samples, tokens, and versions
     weights:   module -> the shape, type and digest of its weight; see `fingerprint`
     """
 
@@ -82,7 +82,7 @@ class Statistics:
     # -- the file -----------------------------------------------------------------------------
 
     def write(self, path: str | Path) -> None:
-        """Write a file that is there as a whole or not at all."""
+        """Write the file atomically."""
         kinds: list[Any] = []
         places: dict[str, int] = {}
         observers, tensors = [], {}
@@ -108,7 +108,7 @@ class Statistics:
             "kinds": kinds,
             "observers": observers,
         }
-        # in one entry: several would be written in any order
+        # one metadata entry: safetensors does not keep the order of several
         STATISTICS.write(path, save(tensors, metadata={"steelyard": json.dumps(content)}))
 
     @classmethod
@@ -122,18 +122,18 @@ class Statistics:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except SafetensorError as error:
             raise StatisticsError(
-                f"{path} is no statistics file, or only a part of one: {error}"
+                f"{path} is not a statistics file, or is truncated: {error}"
             ) from None
         content = _parsed(text)
         if content is None or content.get("kind") != _KIND:
             raise StatisticsError(
-                f"{path} holds no statistics of a run; `steelyard observe` writes them, and "
-                "oneshot where save_statistics is given"
+                f"{path} holds no statistics of a run; write them with `steelyard observe`, or "
+                "with save_statistics of oneshot"
             )
         if content.get("version") != _VERSION:
             raise StatisticsError(
-                f"{path} has version {content.get('version')} of the format, and this is the "
-                f"steelyard of version {_VERSION}; save the statistics again with it"
+                f"{path} has version {content.get('version')} of the format, but this steelyard "
+                f"reads version {_VERSION}; save the statistics again with it"
             )
         try:
             checked = StatisticsContent.model_validate_json(text or "")
@@ -162,7 +162,7 @@ class Statistics:
             state = (identity, by_observer.pop(f"{module}.{base}", {}))
             observers[module, base] = Observed(kind["name"], kind["args"], state)
         if by_observer:
-            raise ValueError(f"tensors of no observer, such as {next(iter(by_observer))}")
+            raise ValueError(f"tensors without an observer, such as {next(iter(by_observer))}")
         return cls(
             content["recipe"], content["model"], content["runs"], content["weights"], observers
         )
@@ -186,7 +186,7 @@ class Statistics:
 
     @classmethod
     def joined(cls, files: Sequence[tuple[str, Statistics]]) -> Statistics:
-        """Return the statistics of one run over the data of all of them, in their order.
+        """Return the statistics of one run over all their data, in this order.
 
         files: name and content of each
         """
@@ -235,16 +235,14 @@ def _check_alike(name: str, one: Statistics, other_name: str, other: Statistics)
         if not all(holds):
             raise StatisticsError(
                 f"{both}{_what(base)} of {module} is only in {name if holds[0] else other_name}; "
-                "observe all parts of the data with one recipe"
+                "use the same recipe for all runs"
             )
 
 
 def _check_other_data(name: str, one: Statistics, other_name: str, other: Statistics) -> None:
     if {run["data"] for run in one.runs} & {run["data"] for run in other.runs}:
         what = "is given twice" if name == other_name else f"and {other_name} hold the same data"
-        raise StatisticsError(
-            f"{name} {what}, which would count twice; give every part of the data once"
-        )
+        raise StatisticsError(f"{name} {what}, which would count twice; pass each run once")
 
 
 def _what(base: str) -> str:

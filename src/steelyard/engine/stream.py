@@ -1,12 +1,12 @@
-"""From file to file: each tensor is read, quantized and written, and no model is ever built.
+"""Quantizes file by file: each tensor is read, quantized and written, without building a model.
 
 Reading, computing and writing overlap: one thread reads ahead, one writes behind, and the kernels
-between them use all cores. What is on its way never exceeds a budget, so memory follows the largest
+between them use all cores. Tensors in flight never exceed a budget, so memory follows the largest
 tensor and not the checkpoint.
 
-Which tensors make up a shard is known beforehand, so several ranks can write shards of their own.
-Within a shard they are written in one fixed order, so a run that resumes, or has another number of
-ranks, ends with the same bytes.
+The tensors of each shard are known beforehand, so each rank can write shards of its own. Within a
+shard they are written in a fixed order, so a resumed run, or one with another number of ranks,
+writes the same bytes.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from steelyard.plan.plan import Plan, Planned
 
 __all__ = ["Stream", "quantize"]
 
-_BUNDLE = 1 << 20  # bytes of small jobs that threads hand on together: doing so costs a millisecond
+_BUNDLE = 1 << 20  # bytes of small jobs per handover between threads, which costs 1 ms
 
 Bundle = list[tuple[int, Job]]
-"""Jobs that are read, computed and written in one go, each with the shard that it belongs to."""
+"""Jobs that are read, computed and written together, each with its shard."""
 
 
 @torch.no_grad()
 def quantize(
     modules: Sequence[Planned], weights: Sequence[torch.Tensor], importance: Importance
 ) -> Iterator[tuple[dict[str, torch.Tensor], ModuleResult]]:
-    """Yield what the file holds for each weight, and how far that is from it."""
+    """Yield the stored tensors of each weight, and its result."""
     observers = []
     for planned in modules:
         args = planned.scheme.weights
@@ -71,11 +71,11 @@ def quantize(
 
 
 class Stream:
-    """One pass over a checkpoint; this rank's part of it, where there are several.
+    """One pass over a checkpoint, or over this rank's shards of it.
 
-    modules: what became of each module, filled as they are done
-    state:   called at a mark; returns what it records
-    importance: of the modules whose observers use it, from a file
+    modules:    result of each module, filled as they are done
+    state:      returns the progress to record at a mark
+    importance: from a file, for the modules whose observers use it
     """
 
     def __init__(
@@ -97,11 +97,11 @@ class Stream:
         jobs = jobs_of(view, plan)
         self.shards = shards_of(view, jobs, writer.max_shard_bytes)
         self.budget = budget_of(view, jobs)
-        self.done: dict[int, int] = {}  # shard -> its jobs that are done
-        self.jobs: list[tuple[int, Job]] = []  # those left to this rank, and their shards
+        self.done: dict[int, int] = {}  # shard -> number of its finished jobs
+        self.jobs: list[tuple[int, Job]] = []  # this rank's remaining jobs, and their shards
         self._shard = -1  # the one that is being written
-        self._stopped = False  # nothing may be written any more
-        self._mark_cost = 0.0  # seconds that the last mark took: it names all modules so far
+        self._stopped = False  # no more writing
+        self._mark_cost = 0.0  # seconds of the last mark; it lists all modules so far
 
     def run(self, done: dict[int, int]) -> None:
         """Do the remaining jobs; `done` counts those of each shard that an earlier run did."""
@@ -125,7 +125,7 @@ class Stream:
             finally:
                 for pool in (reading, writing):
                     pool.shutdown(cancel_futures=True)
-        for i in mine:  # also those that lack only their end
+        for i in mine:  # including those with all jobs done but not closed
             self.writer.at(i)
         self.writer.join()
 
@@ -155,7 +155,7 @@ class Stream:
                 on_the_way += size
                 ahead.append((bundle, size, reading.submit(self._read_all, bundle)))
                 waiting += 1
-            if not ahead:  # all that is on its way waits to be written
+            if not ahead:  # everything in flight waits to be written
                 finish_oldest()
                 continue
             bundle, size, read = ahead.popleft()
@@ -172,7 +172,7 @@ class Stream:
             finish_oldest()
 
     def _bundles(self) -> Iterator[tuple[Bundle, int]]:
-        """Yield the jobs in order, small ones together, and the bytes that they read."""
+        """Yield the jobs in order, small ones bundled, and the bytes that they read."""
         bundle: Bundle = []
         total = 0
         for shard, job in self.jobs:
@@ -198,7 +198,7 @@ class Stream:
             self._write(shard, job, each, made)
 
     def _read(self, job: Job) -> list[torch.Tensor]:
-        """Return the tensors of a job; large ones that are only copied are read by the writer."""
+        """Return the tensors of a job; the writer reads large ones that are only copied."""
         if not job.modules and job.nbytes(self.view) > self.budget // 4:
             return []
         return [self.view.read(name) for name in job.names]
@@ -210,7 +210,7 @@ class Stream:
         weights: list[torch.Tensor],
         stored: list[tuple[dict[str, torch.Tensor], ModuleResult]],
     ) -> None:
-        if self._stopped:  # else a job could follow one that failed or was cancelled
+        if self._stopped:  # a job before this one failed or was cancelled
             return
         try:
             self.writer.ranks.look()

@@ -1,4 +1,4 @@
-"""The work of a stream: which tensors are read, quantized and written together, in which shard."""
+"""The jobs of a stream: tensors that are read, quantized and written together, by shard."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from steelyard.plan.plan import Plan, Planned, search_time
 
 __all__ = ["Job", "budget_of", "jobs_of", "shards_of"]
 
-_LEAST = 128 << 20  # bytes on their way, even where all tensors are small
-_SHARDS = 16  # that a checkpoint is cut into, so that as many ranks can write,
-_LEAST_SHARD = 64 << 20  # as long as they do not get smaller than this, in bytes
-_HEADER = 64  # bytes of a header beside its entries
+_LEAST = 128 << 20  # bytes in flight, even if all tensors are small
+_SHARDS = 16  # per checkpoint, so that as many ranks can write;
+_LEAST_SHARD = 64 << 20  # fewer if they would be smaller than this, in bytes
+_HEADER = 64  # bytes of a header without its entries
 
 
 @dataclass(frozen=True)
 class Job:
     """Tensors that are read, quantized and written together.
 
-    names:   those of the source that it takes
-    modules: what they are the weights of, if they are to be quantized; else they are copied
+    names:   tensors of the source
+    modules: the modules whose weights they are, if quantized; empty if only copied
     """
 
     names: tuple[str, ...]
@@ -33,7 +33,7 @@ class Job:
         return sum(view.info(name).nbytes for name in self.names)
 
     def stored(self, view: CheckpointView) -> tuple[int, int]:
-        """Return how many bytes it writes, and how many of a header it needs at most."""
+        """Return the bytes it writes, and an upper bound of its bytes in the header."""
         if not self.modules:
             infos = [(name, view.info(name)) for name in self.names]
             return self.nbytes(view), sum(entry_bytes(n, len(i.shape)) for n, i in infos)
@@ -45,7 +45,7 @@ class Job:
         return nbytes, header
 
     def cost(self, view: CheckpointView) -> float:
-        """Return about how many seconds of one thread it takes."""
+        """Estimate the seconds that one thread needs."""
         return self.nbytes(view) / 1e9 + sum(search_time(planned) for planned in self.modules)
 
 
@@ -67,9 +67,9 @@ def jobs_of(view: CheckpointView, plan: Plan) -> list[Job]:
 
 
 def shards_of(view: CheckpointView, jobs: Sequence[Job], at_most: int) -> list[list[Job]]:
-    """Return the jobs of each shard, in order: about 16 shards of one size, if they are not small.
+    """Return the jobs of each shard, in order: about 16 shards of equal size, fewer if small.
 
-    at_most: bytes of a shard, unless one job is larger
+    at_most: largest shard in bytes, unless one job is larger
     """
     sizes = [job.stored(view) for job in jobs]
     room = min(max(sum(size for size, _ in sizes) // _SHARDS, _LEAST_SHARD), at_most)
@@ -86,5 +86,5 @@ def shards_of(view: CheckpointView, jobs: Sequence[Job], at_most: int) -> list[l
 
 
 def budget_of(view: CheckpointView, jobs: Sequence[Job]) -> int:
-    """Return how many bytes of the source may be on their way at once."""
+    """Return how many bytes of the source may be in flight."""
     return max(_LEAST, 2 * max((j.nbytes(view) for j in jobs if j.modules), default=0))

@@ -1,4 +1,4 @@
-"""What a run did, over a few lines: for `print(result)` and for the command line."""
+"""Summarizes a run in a few lines, for `print(result)` and the command line."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 __all__ = ["TITLES", "error_rows", "report_in", "stored_bytes", "summary", "summary_lines"]
 
 TITLES = ("modules", "count", "error", "worst")
-"""Of the columns of `error_rows`; all but the first are numbers."""
+"""Headers of the columns of `error_rows`; all but the first hold numbers."""
 
 
 def summary(result: Result) -> str:
-    """Return a table of errors, and the lines below it."""
+    """Return a table of errors, followed by `summary_lines`."""
     rows = error_rows(result)
     lines = [*table_lines(TITLES, rows), ""] if rows else []
     return printable("\n".join([*lines, *summary_lines(result)]), keep="\n")
 
 
 def error_rows(result: Result) -> list[list[str]]:
-    """Return name, count, median and worst error of modules that differ only in their layer."""
+    """Return name, count, median and worst error, one row for modules of the same name by layer."""
     schemes = {p.name: id(p.scheme) for p in result.plan.quantized}
     names = [name for name in result.modules if name in schemes]
     rows = []
@@ -43,7 +43,7 @@ def error_rows(result: Result) -> list[list[str]]:
 def summary_lines(result: Result, said: Sequence[str] = ()) -> list[str]:
     """Return sizes, skipped modules, warnings, notes, and the paths of the results.
 
-    said: warnings that were shown already
+    said: warnings already shown
     """
     plan = result.plan
     before, after = plan.source_bytes, stored_bytes(result)
@@ -67,14 +67,14 @@ def summary_lines(result: Result, said: Sequence[str] = ()) -> list[str]:
 
 
 def report_in(folder: Path | None) -> Path | None:
-    """Return the report of a run, as a page or else as data."""
+    """Return the path of a run's report: the page, else the JSON file."""
     names = ("report.html", "report.json")
     found = (folder / name for name in names) if folder is not None else ()
     return next((path for path in found if path.is_file()), None)
 
 
 def stored_bytes(result: Result) -> int:
-    """Return how many bytes of tensors were written, or would be."""
+    """Return the bytes of all tensors written, or to be written."""
     if result.output_dir is None or not result.output_dir.is_dir():
         return 0 if result.plan.errors else result.plan.output_bytes
     with Shards(result.output_dir) as shards:

@@ -1,7 +1,7 @@
-"""Several observers and schemes on the same weights, in one pass over the files.
+"""Compares observers and schemes on the same weights, in one pass over the files.
 
-Every weight is read once, and each combination quantizes it as a run would: layers that share a
-scale go together, and the error is that of what would be stored. Nothing is written.
+Each weight is read once, and each combination quantizes it as a run would: layers that share a
+scale are quantized together, and the error is that of the stored weight. Nothing is written.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ __all__ = ["Case", "Comparison", "by_depth", "compare", "layer_of", "snr"]
 class Case:
     """One scheme with one observer.
 
-    stored_bytes: what all weights that the scheme quantizes would take, also those left out here
-    errors:  module -> squared error of the stored weight over the weight's sum of squares
-    refused: why the scheme does not fit the model; then there are no errors
+    stored_bytes: size of all weights that the scheme quantizes, including those not compared
+    errors:       module -> squared error of the stored weight over the weight's sum of squares
+    refused:      why the scheme does not fit the model; then there are no errors
     """
 
     scheme: str
@@ -54,7 +54,7 @@ class Case:
 
 @dataclass
 class Comparison:
-    """What each case makes of the same weights.
+    """The errors of all cases on the same weights.
 
     energies: module -> sum of squares of its weight
     """
@@ -64,21 +64,21 @@ class Comparison:
     energies: dict[str, float] = field(default_factory=dict)
 
     def error(self, case: Case, modules: Iterable[str] | None = None) -> float | None:
-        """Return the squared error of several modules over their sum of squares."""
+        """Return the summed squared error of modules over their sum of squares."""
         names = [n for n in (case.errors if modules is None else modules) if n in case.errors]
         energy = sum(self.energies[name] for name in names)
         noise = sum(case.errors[name] * self.energies[name] for name in names)
         return (noise / energy if energy else 0.0) if names else None
 
     def layers(self) -> dict[str, list[str]]:
-        """Return the modules of each layer by depth; those outside of layers, each on its own."""
+        """Return the modules of each layer by depth; each module outside of layers on its own."""
         found: dict[str, list[str]] = {}
         for name in self.energies:
             found.setdefault(layer_of(name) or name, []).append(name)
         return {layer: found[layer] for layer in by_depth(found)}
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything in JSON's types."""
+        """Return the comparison as JSON types."""
         return {
             "model": str(self.folder),
             "cases": [
@@ -106,7 +106,7 @@ class Comparison:
 
 
 def snr(error: float | None) -> float | None:
-    """Return the ratio of signal to noise in decibels; None where there is no noise.
+    """Return the signal-to-noise ratio in decibels; None if there is no noise.
 
     >>> snr(0.01)
     20.0
@@ -126,9 +126,9 @@ def layer_of(name: str) -> str | None:
 
 
 def by_depth(layers: Iterable[str]) -> list[str]:
-    """Return layers in the order of their numbers, one stack of layers after the other.
+    """Return layers in numerical order, one stack of layers after the other.
 
-    Files list tensors in the order of text, where layer 10 comes before layer 2.
+    Files list tensors in alphabetical order, in which layer 10 comes before layer 2.
 
     >>> by_depth(["model.layers.0", "model.layers.10", "model.layers.2", "lm_head"])
     ['model.layers.0', 'model.layers.2', 'model.layers.10', 'lm_head']
@@ -156,14 +156,14 @@ def compare(
 
     model:  a folder, or a name on the hub
     ignore: as in a recipe
-    keep:   asked with the name of a module whether it is wanted
-    layers: how many decoder layers, evenly spread over the model; None takes all modules
+    keep:   whether to compare the module of this name
+    layers: number of decoder layers, evenly spread over the model; None compares all modules
     """
     for name in observers:
         if getattr(Observer.get_value_from_registry(name), "needs_importance", False):
             raise OptionError(
-                f"{name} weighs columns by calibration data, and weights are all there is to "
-                "compare here: leave it out, or quantize with it and evaluate the result"
+                f"{name} weights columns by calibration data, but compare reads weights only: "
+                "remove it, or quantize with it and evaluate the result"
             )
     source = Source.from_files(model, model_revision)
     assert source.shards is not None
@@ -223,7 +223,7 @@ def _plan(case: Case, source: Source, ignore: Sequence[str]) -> Plan:
 def _wanted(
     plans: Sequence[Plan], keep: Callable[[str], bool], layers: int | None
 ) -> dict[str, None]:
-    """Return the modules that are to be looked at, in the order of the model."""
+    """Return the modules to compare, in the order of the model."""
     names = dict.fromkeys(p.name for plan in plans for p in plan.quantized if keep(p.name))
     if layers is None:
         return names
@@ -234,7 +234,7 @@ def _wanted(
 
 
 def _refuse_nothing(comparison: Comparison, wanted: Mapping[str, None]) -> None:
-    """Raise where no case can run."""
+    """Raise if no case can run."""
     if not wanted:
         raise PlanError(f"no weight of {comparison.folder} is left to compare")
     if all(case.refused for case in comparison.cases):
@@ -250,13 +250,13 @@ def _weights_alone(planned: Planned) -> Planned:
 
 
 def _jobs(view: CheckpointView, plan: Plan, wanted: Mapping[str, None]) -> dict[str, Job]:
-    """Return, for each weight, the job that takes it; partners of a wanted one are read too."""
+    """Return the job of each weight; a job also reads weights that share a scale with it."""
     jobs = [j for j in jobs_of(view, plan) if any(m.name in wanted for m in j.modules)]
     return {name: job for job in jobs for name in job.names}
 
 
 def _groups(view: CheckpointView, cases: Sequence[Mapping[str, Job]]) -> list[tuple[str, ...]]:
-    """Return the weights in the order of the files; those that any case takes together are."""
+    """Return the weights in the order of the files, grouped if any case quantizes them together."""
     largest: dict[str, tuple[str, ...]] = {}
     for jobs in cases:
         for name, job in jobs.items():

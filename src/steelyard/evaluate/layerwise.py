@@ -132,7 +132,7 @@ class LayerwiseModel:
         return batches
 
     def _record(self, batches: list[Batch], index: int) -> None:
-        """Find out what the next layers are called with."""
+        """Record the calls of the next layers."""
         due = [batch for batch in batches if batch.due(index)]
         if not due:
             return

@@ -47,7 +47,7 @@ def open_model(model: str | Path, trust_remote_code: bool = False) -> tuple[Sour
 
 
 def _widen(model: Module, joined: dict[str, list[str]]) -> None:
-    """Give tensors that are joined from decoded ones the type of those."""
+    """Give tensors that the class stacks from decoded ones their type, fp32."""
     for name in joined:
         module, _, leaf = name.rpartition(".")
         parent = model.get_submodule(module)
@@ -97,7 +97,7 @@ def _read(view: DecodedView, key: str, like: torch.Tensor) -> torch.Tensor:
 
 
 def _joined_inputs(source: Source, view: DecodedView) -> list[str]:
-    """Return a note on matrices that the class joins, whose inputs no module quantizes.
+    """Return a note on matrices that the class stacks, whose inputs no module quantizes.
 
     Raise for a module with quantized weights that no target matches.
     """

@@ -1,4 +1,4 @@
-"""The steps of a recipe: strict option records, each naming the algorithm that carries it out."""
+"""The steps of a recipe: strict option records, each naming its algorithm."""
 
 from steelyard.modifiers.gptq import GPTQModifier
 from steelyard.modifiers.importance import IMatrixGatherer

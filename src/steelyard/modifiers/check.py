@@ -1,9 +1,8 @@
 """Builds a modifier from options, or lists all problems with them.
 
-A modifier is a pydantic model that holds models of compressed-tensors. Some of their refusals
-are not errors that pydantic collects, and what stands inside of them (observers, targets, numbers
-of bits) is looked at only once the rest is right; so what fails is searched for every other problem
-that it may hide.
+A modifier is a pydantic model that holds models of compressed-tensors. Pydantic does not collect
+all of their errors, and checks nested values (observers, targets, numbers of bits) only once the
+rest is valid. So an option that fails is searched for the problems that the first one hides.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from steelyard.modifiers.locate import KeyPath, Problem, RecipeText
 from steelyard.modifiers.modifier import Modifier
 from steelyard.modifiers.observer_choice import ObserverChoice
 from steelyard.modifiers.schemes import args_problem, target_problem
-from steelyard.modifiers.wording import KINDS, first_line, got, told
+from steelyard.modifiers.wording import KINDS, first_line, got, reworded
 from steelyard.observers import Observer
 
 __all__ = ["check_options", "refusal"]
@@ -35,19 +34,19 @@ def check_options(
         made = modifier.model_validate(options)
     except ValidationError as error:
         collected = error.errors()
-        if inside:  # each told where it stands, not where it was looked up
-            collected = [e for e in collected if not _is_told_inside(e)]
-        return told(collected, modifier, options, path) + inside
+        if inside:  # reported at its own place, not where it was looked up
+            collected = [e for e in collected if not _is_reported_inside(e)]
+        return reworded(collected, modifier, options, path) + inside
     except Exception as error:
         return _blame(modifier, options, path, error) + inside
     return inside + list(_converted(options, made, path)) or made
 
 
 def refusal(modifier: type[Modifier], options: Mapping[str, Any], error: Exception) -> RecipeError:
-    """Return the error for a modifier that is constructed in Python: its name is the place."""
+    """Return the error for a modifier constructed in Python, located by its class name."""
     name = modifier.__name__
     problems = check_options(modifier, options, (name,))
-    if isinstance(problems, Modifier):  # not the options but the call: an argument without a name
+    if isinstance(problems, Modifier):  # the call is wrong: a positional argument
         return RecipeError(f"{name}: {first_line(error)}")
     return RecipeText({name: options}).refuse(problems)
 
@@ -56,7 +55,7 @@ def refusal(modifier: type[Modifier], options: Mapping[str, Any], error: Excepti
 
 
 def _blame(model: Model, given: Any, path: KeyPath, error: Exception) -> list[Problem]:
-    """Find the smallest parts of `given` that are refused."""
+    """Find the smallest parts of `given` that are invalid."""
     inner = [
         problem
         for at, nested, value in nested_models(model, given)
@@ -76,7 +75,7 @@ def _problems(model: Model, given: Any, path: KeyPath) -> list[Problem]:
     try:
         model.model_validate(given)
     except ValidationError as error:
-        return told(error.errors(), model, given, path)
+        return reworded(error.errors(), model, given, path)
     except Exception as error:
         return _blame(model, given, path, error)
     return []
@@ -93,16 +92,16 @@ def _raises(model: Model, given: Mapping[Any, Any]) -> Exception | None:
 
 
 def _raised(error: Exception, given: Any) -> str:
-    if isinstance(error, (TypeError, AttributeError)):  # a validator that did not expect this
+    if isinstance(error, (TypeError, AttributeError)):  # raised by a validator on this type
         return f"is of the wrong type, {got(given)}"
     text = first_line(error)
     return text if isinstance(given, Mapping) else f"{text}, {got(given)}"
 
 
-# -- what stands inside -----------------------------------------------------------------------
+# -- nested values ----------------------------------------------------------------------------
 
 
-def _is_told_inside(error: Any) -> bool:
+def _is_reported_inside(error: Any) -> bool:
     raised = error.get("ctx", {}).get("error")
     return isinstance(raised, (OptionError, UnknownNameError, RecipeError))
 
@@ -152,7 +151,7 @@ def _targets(given: Any, path: KeyPath) -> Iterator[Problem]:
 
 def _observer(name: Any, options: Any, name_at: KeyPath, options_at: KeyPath) -> Iterator[Problem]:
     if not isinstance(name, str) or not isinstance(options, Mapping):
-        return  # the model says so
+        return  # the model reports it
     try:
         declared = Observer.get_value_from_registry(name).Options
     except UnknownNameError as error:
@@ -166,7 +165,7 @@ def _observer(name: Any, options: Any, name_at: KeyPath, options_at: KeyPath) ->
 
 
 def _converted(given: Any, made: Any, path: KeyPath) -> Iterator[Problem]:
-    """Refuse `"4"` or `true` for a number and `1` for true: a recipe says what it means."""
+    """Refuse values that pydantic converts: `"4"` or `true` for a number, `1` for true."""
     if isinstance(given, Mapping) and isinstance(made, (BaseModel, Mapping)):
         stored = made.__dict__ if isinstance(made, BaseModel) else made
         for key, value in given.items():

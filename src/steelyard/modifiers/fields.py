@@ -1,4 +1,4 @@
-"""What a pydantic model declares at a place in the values that are given to it."""
+"""Finds the declaration of a pydantic model for a value inside its options."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Model = type[BaseModel]
 
 
 class Place(NamedTuple):
-    """A value inside the options given to a model.
+    """A value inside the options of a model.
 
-    owner:   the model that has it as a field, or would
-    choices: the words that it may be, where the field declares them
+    owner:   the model that has it as a field, or would have
+    choices: the allowed words, if the field declares them
     """
 
     path: KeyPath
@@ -32,8 +32,8 @@ class Place(NamedTuple):
 def place_of(model: Model, given: Any, loc: Sequence[str | int]) -> Place:
     """Follow the location that pydantic gives for an error.
 
-    Parts that are not in `given` are pydantic's own names for the members of a union, or at the
-    end the name of a field that is missing; they are left out.
+    Parts that are not in `given` are omitted: pydantic's names for the members of a union, or at
+    the end the name of a missing field.
     """
     path: KeyPath = ()
     owner: Model | None = model
@@ -97,7 +97,7 @@ def _at_depth(value: Any, depth: int) -> Iterator[tuple[KeyPath, Any]]:
 
 
 def _model_in(annotation: Any) -> tuple[Model | None, int]:
-    """Return the model that an annotation holds, and how many containers are around it."""
+    """Return the model in an annotation, and the number of containers around it."""
     arguments = get_args(annotation)
     if not arguments:
         is_model = isinstance(annotation, type) and issubclass(annotation, BaseModel)

@@ -1,10 +1,10 @@
-"""GPTQ: weights are rounded so that the output of each layer changes least.
+"""Options of GPTQ, which rounds weights so that the output of each layer changes least.
 
     GPTQModifier(scheme="W4A16", ignore=["lm_head"])
 
 The scales come from an observer, as for `QuantizationModifier`; calibration data then decides which
-way each weight is rounded. Each module sees what the quantized modules before it give, also those
-of its own layer.
+way each weight is rounded. Each module gets the output of the quantized modules before it, also
+those of its own layer.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ REGROUPING = (ActivationOrdering.GROUP, ActivationOrdering.DYNAMIC)
 class GPTQModifier(QuantizationModifier):
     """Quantize weights with GPTQ; activations and the KV cache as `QuantizationModifier` does.
 
-    One of `scheme`, `config_groups` and `weights` says how.
+    Set one of `scheme`, `config_groups` and `weights`.
     """
 
     algorithm: ClassVar[str] = "gptq"
     _ways: ClassVar[tuple[str, ...]] = ("scheme", "config_groups", "weights")
 
     weights: QuantizationArgs | None = Field(
-        default=None, description="how the weights of all targets are quantized, and nothing else"
+        default=None, description="arguments for the weights of all targets, nothing else quantized"
     )
     block_size: int = Field(default=128, ge=1, description="columns between two large products")
     dampening_frac: float | None = Field(
@@ -58,22 +58,22 @@ class GPTQModifier(QuantizationModifier):
     )
     actorder: ActivationOrdering | None = Field(
         default=ActivationOrdering.STATIC,
-        description="columns with the largest inputs first (static, weight), or as they lie (null)",
+        description="columns with the largest inputs first (static, weight), or in order (null)",
     )
     refinements: int = Field(
         default=2,
         ge=0,
-        description="rounds after the solve, each of which fits scales to codes and codes to "
-        "scales; 0: none, and the scales stay those of the observer",
+        description="rounds after the solve, each fitting scales to codes and codes to scales; "
+        "0 keeps the observer's scales",
     )
     offload_hessians: bool = Field(default=False, description="keep Hessians on the CPU")
     sequential_targets: list[Target] | None = Field(
-        default=None, description="what runs one after another; always the decoder's layers here"
+        default=None, description="modules that run one after another; always the decoder layers"
     )
 
     @model_validator(mode="before")
     @classmethod
-    def _observer_that_nobody_chose(cls, data: Any) -> Any:
+    def _default_observer(cls, data: Any) -> Any:
         return with_default(data, "weights", WEIGHT_OBSERVER)
 
     @field_validator("sequential_targets", mode="before")
@@ -93,8 +93,8 @@ class GPTQModifier(QuantizationModifier):
     def _can_be_stored_so(cls, value: ActivationOrdering | None) -> ActivationOrdering | None:
         if value in REGROUPING and not _stores_groups():
             raise ValueError(
-                "the installed compressed-tensors does not store groups of columns that lie apart; "
-                "actorder: static has the same order of rounding and keeps the groups"
+                "the installed compressed-tensors cannot store groups of non-adjacent columns; "
+                "actorder: static rounds in the same order and keeps the groups"
             )
         return value
 
@@ -115,14 +115,14 @@ class GPTQModifier(QuantizationModifier):
         config = super().config
         for scheme in config.config_groups.values():
             if scheme.weights is not None and scheme.weights.strategy in ("group", "tensor_group"):
-                scheme.weights.actorder = self.actorder  # elsewhere it leaves no trace
+                scheme.weights.actorder = self.actorder  # other strategies store nothing of it
         return config
 
     def patterns(self) -> list[str]:
         return [*super().patterns(), *(self.sequential_targets or ())]
 
     def checks(self, plan: Any, model: Any) -> Iterator[str]:
-        """Refuse `sequential_targets` that are not what runs one after another."""
+        """Refuse `sequential_targets` other than the decoder layers."""
         yield from super().checks(plan, model)
         try:
             name, layers = decoder_layers(model)
@@ -131,8 +131,8 @@ class GPTQModifier(QuantizationModifier):
         for target in self.sequential_targets or ():
             if not is_match(f"{name}.0", layers[0], target):
                 yield (
-                    f"sequential_targets has {target!r}, but what runs one after another are the "
-                    f"decoder's layers: {type(layers[0]).__name__}, or leave it out"
+                    f"sequential_targets has {target!r}, but only decoder layers run one after "
+                    f"another: use {type(layers[0]).__name__}, or remove it"
                 )
 
 

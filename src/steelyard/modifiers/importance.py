@@ -1,4 +1,4 @@
-"""Gather importance, E[x^2] of every input channel, for the weight observers that use it."""
+"""Options for gathering importance, E[x^2] of every input channel, for weight observers."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from steelyard.observers.importance_base import ImportanceObserver
 __all__ = ["IMatrixGatherer"]
 
 _IDLE = (
-    "IMatrixGatherer gathers for nothing, since no weight that it targets has an observer that "
-    "uses importance: choose optimal or imatrix_mse as the weight_observer, or leave it out"
+    "IMatrixGatherer has no effect, since no weight that it targets has an observer that uses "
+    "importance: choose optimal or imatrix_mse as the weight_observer, or remove it"
 )
 
 
 @Modifier.register("IMatrixGatherer")
 class IMatrixGatherer(Modifier):
-    """Let calibration data flow, so that `optimal` and `imatrix_mse` can weigh the columns.
+    """Run calibration data, so that `optimal` and `imatrix_mse` can weight columns by importance.
 
-    The observers gather for themselves, in the pass that runs anyway; this modifier asks for that
-    pass where the scheme alone would need no data. With `load_from` no data is needed.
+    The observers gather importance themselves, in the pass that runs anyway; this modifier requests
+    that pass if the scheme alone needs no data. With `load_from` no data is needed.
     """
 
     algorithm: ClassVar[str] = "importance"
@@ -36,9 +36,9 @@ class IMatrixGatherer(Modifier):
     ignore: list[Target] = Field(default_factory=lambda: ["lm_head"])
     load_from: list[str] = Field(
         default_factory=list,
-        description="files to take importance from, added up: our own, or llama.cpp's GGUF",
+        description="importance files to read and add up: Steelyard's own, or llama.cpp's GGUF",
     )
-    save_to: str | None = Field(default=None, description="a file for the importance of this run")
+    save_to: str | None = Field(default=None, description="file to save this run's importance to")
 
     @field_validator("load_from", mode="before")
     @classmethod
@@ -54,7 +54,7 @@ class IMatrixGatherer(Modifier):
             yield _IDLE
 
     def covers(self, name: str, module: Module) -> bool:
-        """Whether a module is among those that gather."""
+        """Whether the observer of a module gathers importance."""
         return bool(is_match(name, module, self.targets, self.ignore))
 
     def _feeds_an_observer(self, plan: Any, model: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The base of all modifiers: a strict model of their options, and a registry of their names."""
+"""The base class of modifiers: a strict model of options, and a registry of names."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ Class = TypeVar("Class", bound="type[Modifier]")
 
 
 class _Refusing(ModelMetaclass):
-    """Makes a call of the class raise a RecipeError, in the words of a recipe in YAML.
+    """Makes the constructor raise a RecipeError, worded as for a recipe in YAML.
 
-    Not an `__init__`, which pydantic would call when it validates, too.
+    Not an `__init__`, which pydantic would also call when it validates.
     """
 
     def __call__(cls, *args: Any, **options: Any) -> Any:
@@ -43,7 +43,7 @@ class Modifier(BaseModel, metaclass=_Refusing):
     """
 
     algorithm: ClassVar[str] = ""
-    """The name under which the algorithm is registered that carries this modifier out."""
+    """Registered name of the algorithm that implements this modifier."""
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
 
@@ -66,18 +66,18 @@ class Modifier(BaseModel, metaclass=_Refusing):
         return None
 
     def checks(self, plan: Any, model: Any) -> Iterator[str]:
-        """Yield what cannot work with a plan for `model`, one sentence each."""
+        """Yield errors of a plan for `model`, one sentence each."""
         return iter(())
 
     def doubts(self, plan: Any, model: Any) -> Iterator[str]:
-        """Yield what works, but perhaps not as intended."""
+        """Yield warnings: the plan runs, but perhaps not as intended."""
         return iter(())
 
     def patterns(self) -> list[str]:
-        """Return all targets and ignores that the options hold."""
+        """Return all targets and ignores in the options."""
         return [*self.targets, *self.ignore]
 
     @property
     def allows_padding(self) -> bool:
-        """Whether groups and blocks may be cut short where they do not divide a weight."""
+        """Whether groups and blocks need not divide a weight."""
         return False

@@ -1,4 +1,4 @@
-"""The options of `QuantizationModifier`, and the configuration that they amount to."""
+"""The options of `QuantizationModifier`, and the quantization config made from them."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ __all__ = ["QuantizationModifier"]
 
 @Modifier.register("QuantizationModifier")
 class QuantizationModifier(Modifier):
-    """Quantize weights, activations and the KV cache with the scales that observers find.
+    """Quantize weights, activations and the KV cache with the scales that observers compute.
 
-    One of `scheme` and `config_groups` says how; `kv_cache_scheme` may stand alone.
+    Set one of `scheme` and `config_groups`, or `kv_cache_scheme` alone.
     """
 
     algorithm: ClassVar[str] = "nearest"
@@ -55,7 +55,7 @@ class QuantizationModifier(Modifier):
     group_size: int | None = Field(
         default=None,
         ge=1,
-        description="columns that share a scale, for presets with groups of integers such as W4A16",
+        description="columns that share a scale, for integer presets with groups such as W4A16",
     )
     config_groups: dict[str, QuantizationScheme] | None = None
     kv_cache_scheme: QuantizationArgs | None = None
@@ -66,13 +66,13 @@ class QuantizationModifier(Modifier):
         default=None, description="for inputs, outputs and attention states alike"
     )
     observer: dict[str, ObserverChoice] | None = Field(
-        default=None, description="the three at once: weights, input, output"
+        default=None, description="all three at once: weights, input, output"
     )
     bypass_divisibility_checks: bool = False
 
     @model_validator(mode="before")
     @classmethod
-    def _observers_that_nobody_chose(cls, data: Any) -> Any:
+    def _default_observers(cls, data: Any) -> Any:
         """Fill in the defaults before compressed-tensors fills in its own."""
         if not isinstance(data, Mapping):
             return data
@@ -131,8 +131,7 @@ class QuantizationModifier(Modifier):
         for key in value or ():
             if key not in ("weights", "input", "output"):
                 raise ValueError(
-                    f"no observer can be chosen for {key!r}: "
-                    f"{nearest(key, ('weights', 'input', 'output'))}"
+                    f"observer has no key {key!r}: {nearest(key, ('weights', 'input', 'output'))}"
                 )
         return value
 
@@ -145,26 +144,26 @@ class QuantizationModifier(Modifier):
         self._refuse_two_observers()
         if not self._groups() and self.kv_cache_scheme is None:
             raise ValueError(f"give one of {', '.join(self._ways)} and kv_cache_scheme")
-        self.config  # noqa: B018  # what it refuses is to be refused here
+        self.config  # noqa: B018  # raise its errors now
         return self
 
     def _refuse_idle_targets(self) -> None:
         if isinstance(self.scheme, str) or self.targets == ["Linear"]:
             return
         if isinstance(self.scheme, dict):
-            remedy = "write them behind the presets in scheme"
+            remedy = "write them after the presets in scheme"
         elif self.config_groups is not None:
             remedy = "write them into the config_groups"
         else:
             remedy = "kv_cache_scheme alone has none"
-        raise ValueError(f"targets goes with one preset as the scheme: {remedy}")
+        raise ValueError(f"targets needs a single preset as the scheme: {remedy}")
 
     def _refuse_idle_group_size(self) -> None:
         if self.group_size is None:
             return
         if self.scheme is None:
             raise ValueError(
-                "group_size goes with a preset as the scheme: write it into the weights of "
+                "group_size needs a preset as the scheme: write it into the weights of "
                 "config_groups"
             )
         for name in [self.scheme] if isinstance(self.scheme, str) else self.scheme:
@@ -185,7 +184,7 @@ class QuantizationModifier(Modifier):
             ("observer.output", "activation_observer"),
         ):
             if one in chosen and other in chosen:
-                raise ValueError(f"{one} and {other} choose for the same value: give one of them")
+                raise ValueError(f"{one} and {other} set the same observer: give one of them")
 
     def _groups(self) -> dict[str, QuantizationScheme]:
         """Return the schemes that the options name, before observers are chosen."""
@@ -219,7 +218,7 @@ class QuantizationModifier(Modifier):
         yield from self.idle_observers()
 
     def idle_observers(self) -> Iterator[str]:
-        """Yield a sentence for every observer that was chosen and will observe nothing."""
+        """Yield a warning for every chosen observer that will observe nothing."""
         schemes = self.config.config_groups.values()
         values = {
             "weights": [s.weights for s in schemes],
@@ -242,10 +241,10 @@ class QuantizationModifier(Modifier):
             if choice is None or any(each.dynamic is not True for each in present):
                 continue
             why = (
-                "what it is for gets its scales while serving (dynamic), so nothing is observed; "
+                "its scales are computed while serving (dynamic), so nothing is observed; "
                 "for static ones choose a scheme such as FP8, or write config_groups"
                 if present
-                else "the scheme does not quantize what it is for"
+                else "the scheme does not quantize the values that it would observe"
             )
             yield f"{name} {choice.name!r} has no effect: {why}"
 
@@ -262,7 +261,7 @@ class QuantizationModifier(Modifier):
 
 
 def _preset(name: str, targets: list[str]) -> QuantizationScheme:
-    """Return a preset; the observer of its weights is one that nobody chose."""
+    """Return a preset without its default weight observer."""
     scheme = preset_name_to_scheme(name, targets)
     if scheme.weights is None:
         return scheme
@@ -274,6 +273,6 @@ def _refuse_shared(targets: dict[str, list[str]]) -> None:
     if shared := shared_target(targets):
         one, other, target = shared
         raise ValueError(
-            f"{one!r} and {other!r} both target {target!r}: let one of them have it, or make the "
-            "targets differ"
+            f"{one!r} and {other!r} both target {target!r}: remove it from one of them, or make "
+            "the targets differ"
         )

@@ -1,4 +1,4 @@
-"""Which observer a recipe asks for: `minmax`, or `{name: mse, averaging_constant: 0.01}`."""
+"""The observer options of a recipe: `minmax`, or `{name: mse, averaging_constant: 0.01}`."""
 
 from __future__ import annotations
 
@@ -54,10 +54,7 @@ def with_observers(
     inputs: ObserverChoice | None,
     outputs: ObserverChoice | None,
 ) -> QuantizationScheme:
-    """Return a copy of `scheme` with the observers chosen.
-
-    Where none is, those that the scheme names stay, and where it names none the default is taken.
-    """
+    """Return a copy of `scheme` with the chosen observers, else its own, else the default."""
     chosen = {
         "weights": observed(scheme.weights, weights, WEIGHT_OBSERVER),
         "input_activations": observed(scheme.input_activations, inputs, ACTIVATION_OBSERVER),
@@ -69,7 +66,7 @@ def with_observers(
 def observed(
     args: QuantizationArgs | None, choice: ObserverChoice | None, default: str
 ) -> QuantizationArgs | None:
-    """Return a copy of `args` with the observer chosen, its own, or the default."""
+    """Return a copy of `args` with the chosen observer, else its own, else the default."""
     if args is None or args.dynamic is True:
         return None if args is None else args.model_copy(deep=True)
     if choice is not None:
@@ -82,9 +79,9 @@ def observed(
 
 
 def with_default(scheme: Any, field: str, default: str) -> Any:
-    """Name the default in arguments as a recipe writes them, where they name no observer.
+    """Fill in the default in arguments of a recipe that name no observer.
 
-    Only where the installed compressed-tensors would fill in an observer of its own.
+    Needed only if the installed compressed-tensors would fill in one of its own.
     """
     args = scheme.get(field) if isinstance(scheme, Mapping) else None
     if not isinstance(args, Mapping) or args.get("observer") or args.get("dynamic") is True:

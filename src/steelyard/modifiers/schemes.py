@@ -1,7 +1,7 @@
 """Checks of schemes that need no model.
 
-compressed-tensors takes any number of bits and any text for a target; what cannot be stored or
-matched would otherwise be found out in the middle of a run.
+compressed-tensors accepts any number of bits and any text as a target; without these checks, a
+scheme that cannot be stored or matched would fail in the middle of a run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
 
 
 def target_problem(target: str) -> str | None:
-    """Return why `target` cannot be matched with anything."""
+    """Return why `target` can match nothing."""
     try:
         check_target(target)
     except ValueError as error:
@@ -48,7 +48,7 @@ def args_problem(args: QuantizationArgs) -> str | None:
 
 
 def has_free_groups(args: QuantizationArgs | None) -> bool:
-    """Whether the format leaves the group size open: groups of integers, not NVFP4's or MX's."""
+    """Whether the group size is free: integer groups, unlike those of NVFP4 and MX."""
     return args is not None and args.strategy == "group" and args.type == "int"
 
 
@@ -72,7 +72,7 @@ def regrouped(scheme: QuantizationScheme, group_size: int | None) -> Quantizatio
 
 
 def scheme_problems(scheme: QuantizationScheme) -> Iterator[str]:
-    """Yield the problems of a scheme, each with its place."""
+    """Yield the problems of a scheme, each with its key."""
     for i, target in enumerate(scheme.targets):
         if problem := target_problem(target):
             yield f"targets[{i}]: {problem}"

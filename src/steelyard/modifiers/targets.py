@@ -1,4 +1,4 @@
-"""What a recipe calls modules by: a name, a class name, or `re:` and a regular expression."""
+"""Targets of a recipe: a module name, a class name, or `re:` and a regular expression."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Target", "check_target"]
 
 
 def check_target(target: str) -> str:
-    """Return `target`; refuse a regular expression that is none."""
+    """Return `target`; raise if it is an invalid regular expression."""
     if problem := problem_of(target):
         raise ValueError(problem)
     return target

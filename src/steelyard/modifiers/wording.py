@@ -1,4 +1,4 @@
-"""Pydantic's complaints in the words of a recipe."""
+"""Rewords pydantic's errors for recipes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from steelyard.errors import nearest
 from steelyard.modifiers.fields import Model, place_of
 from steelyard.modifiers.locate import KeyPath, Problem
 
-__all__ = ["first_line", "got", "told"]
+__all__ = ["first_line", "got", "reworded"]
 
 KINDS = {
     "string": "text",
@@ -35,21 +35,21 @@ class _Said(NamedTuple):
     path: KeyPath
     text: str
     kind: str | None
-    """What the value should have been, where only its type is wrong."""
+    """The expected kind of value, if only the type is wrong."""
 
 
-def told(errors: Iterable[Any], model: Model, given: Any, path: KeyPath) -> list[Problem]:
-    """Return the problems behind a validation error's `errors()`; `given` stands at `path`."""
+def reworded(errors: Iterable[Any], model: Model, given: Any, path: KeyPath) -> list[Problem]:
+    """Return the problems of a validation error's `errors()`; `given` is the value at `path`."""
     said = [_said(error, model, given) for error in errors]
     problems: dict[KeyPath, list[str]] = {}
     for one in said:
-        beside = [other for other in said if other.path[: len(one.path)] == one.path]
+        nested = [other for other in said if other.path[: len(one.path)] == one.path]
         if one.kind is None:
             text = one.text
-        elif any(other.kind is None or other.path != one.path for other in beside):
-            continue  # the wrong member of a union; another one has more to say
+        elif any(other.kind is None or other.path != one.path for other in nested):
+            continue  # the wrong member of a union; another one's error says more
         else:
-            kinds = dict.fromkeys(other.kind for other in beside if other.kind)
+            kinds = dict.fromkeys(other.kind for other in nested if other.kind)
             text = f"must be {' or '.join(kinds)}, {one.text}"
         texts = problems.setdefault((*path, *one.path), [])
         if text not in texts:
@@ -90,7 +90,7 @@ def _said(error: Any, model: Model, given: Any) -> _Said:
 
 
 def first_line(error: Exception) -> str:
-    """Return what an error says without what it dumps after it.
+    """Return the first line of an error, without the values that it dumps after it.
 
     >>> first_line(ValueError("Block strategy requires block structure\\nnum_bits=8 type=..."))
     'Block strategy requires block structure'

@@ -1,1 +1,1 @@
-"""What a recipe will do to a model, what cannot work, and what it costs; before any work."""
+"""Plans a run before any work: the modules to quantize, the recipe's problems, and its cost."""

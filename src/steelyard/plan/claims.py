@@ -1,8 +1,7 @@
-"""Which modifier quantizes which module, and the one configuration that several amount to.
+"""Assigns modules to the modifiers that quantize them, and merges the modifiers' configs.
 
-Each modifier matches its own targets and ignores. A checkpoint has one configuration, so the groups
-of all modifiers are put together in it; where its patterns would then match other modules, they
-are written out as names.
+Each modifier matches its own targets and ignores. A checkpoint has one config, so the groups of all
+modifiers are merged; patterns that would then match other modules are written out as names.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ __all__ = ["Claim", "Match", "claims_of", "cross_claims", "merged_config"]
 
 @dataclass(frozen=True)
 class Claim:
-    """What one modifier of a recipe quantizes.
+    """The targets of one modifier of a recipe.
 
-    modifier: its place in the recipe
-    label:    what to call it: its class, with a number where the recipe has several of it
+    modifier: its index in the recipe
+    label:    its class name, with a number if the recipe has several of that class
     groups:   the config's groups, by names that are unique within the recipe
     """
 
@@ -48,11 +47,11 @@ class Claim:
 
 @dataclass(frozen=True)
 class Match:
-    """How a claim and a module fit.
+    """The match of a claim and a module.
 
-    hits:    the targets that match it, the deciding one first
-    ignored: the ignore that does, if any
-    group:   that of the first target
+    hits:    the targets that match the module, the deciding one first
+    ignored: the ignore that matches it, if any
+    group:   the group of the first target
     """
 
     claim: Claim
@@ -66,7 +65,7 @@ class Match:
 
 
 def claims_of(config: QuantizationConfig | None, modifiers: Sequence[Modifier]) -> list[Claim]:
-    """Return a claim for each modifier that quantizes, or one for `config` where there is none."""
+    """Return a claim for each modifier that quantizes; without modifiers, one for `config`."""
     made = [(i, m, m.quantization_config()) for i, m in enumerate(modifiers)]
     quantizing = [(i, type(m).__name__, given) for i, m, given in made if given is not None]
     if not quantizing and config is not None:
@@ -82,7 +81,7 @@ def claims_of(config: QuantizationConfig | None, modifiers: Sequence[Modifier]) 
 
 
 def _unused(name: str, taken: set[str]) -> str:
-    """Return a name for a group that no group before it has."""
+    """Return a group name that is not in `taken`."""
     free, number = name, 0
     while free in taken:
         free, number = f"group_{number}", number + 1
@@ -93,9 +92,9 @@ def _unused(name: str, taken: set[str]) -> str:
 def cross_claims(
     claims: Sequence[Claim], shared: Mapping[tuple[str, str], list[str]]
 ) -> Iterator[str]:
-    """Yield a sentence for each pair of modifiers that claim the same modules, or the cache.
+    """Yield an error for each pair of modifiers that quantize the same modules, or the cache.
 
-    shared: modules by the labels of the two
+    shared: (label, label) -> modules
     """
     for (one, other), names in shared.items():
         which = names[0] if len(names) == 1 else f"{count(len(names), 'module')} such as {names[0]}"
@@ -105,13 +104,13 @@ def cross_claims(
         )
     caching = [claim.label for claim in claims if claim.config.kv_cache_scheme is not None]
     if len(caching) > 1:
-        yield f"{' and '.join(caching)} both have a kv_cache_scheme: let one of them have it"
+        yield f"{' and '.join(caching)} both have a kv_cache_scheme: keep it in one of them"
 
 
 def merged_config(
     model: Any, claims: Sequence[Claim], groups: Mapping[str, str]
 ) -> QuantizationConfig:
-    """Return the configuration that all claims amount to.
+    """Return the merged config of all claims.
 
     groups: module -> the group that quantizes it
     """
@@ -144,7 +143,7 @@ def _holds(
     ignore: Sequence[str],
     groups: Mapping[str, str],
 ) -> bool:
-    """Whether the patterns of all modifiers, put together, give each module its own group."""
+    """Whether the merged patterns of all modifiers still give each module its own group."""
     targets = {t: group for group, scheme in schemes.items() for t in scheme.targets}
     if len(targets) != sum(len(set(scheme.targets)) for scheme in schemes.values()):
         return False

@@ -1,4 +1,4 @@
-"""Groups and blocks that do not divide the columns of a weight, and the sizes that would."""
+"""Finds groups and blocks that do not divide the columns of a weight, and sizes that do."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 __all__ = ["indivisible_blocks", "indivisible_groups"]
 
-_SIZES = (128, 64, 32, 16)  # that servers take, the largest first
-_BYPASS = "; bypass_divisibility_checks lets blocks pass, but no format has part of a group"
+_SIZES = (128, 64, 32, 16)  # group sizes that servers support, largest first
+_BYPASS = "; bypass_divisibility_checks applies to blocks, but no format stores part of a group"
 
 
 def indivisible_groups(plan: Plan, bypass: bool) -> Iterator[str]:
-    """Yield one sentence per config group and width whose columns the group size does not divide.
+    """Yield an error for each config group and width that the group size does not divide.
 
     compressed-tensors can neither store nor run part of a group, whatever a recipe bypasses.
     """
@@ -38,7 +38,7 @@ def indivisible_groups(plan: Plan, bypass: bool) -> Iterator[str]:
 
 
 def indivisible_blocks(plan: Plan) -> Iterator[str]:
-    """Yield the same for blocks, which some servers cut off at the edge."""
+    """Yield the same for blocks; some servers accept partial blocks at the edge."""
     for members in _by_config_group(plan):
         weights = members[0].scheme.weights
         if weights is None or weights.strategy != "block":
@@ -47,8 +47,8 @@ def indivisible_blocks(plan: Plan) -> Iterator[str]:
         for columns, who in _indivisible(members, width):
             yield (
                 f"{who}: {columns} columns cannot be cut into blocks of {height} x "
-                f"{width}; choose another block_structure, ignore them, or, if your server takes "
-                "blocks that are cut off, set bypass_divisibility_checks"
+                f"{width}; choose another block_structure, ignore them, or, if your server accepts "
+                "partial blocks, set bypass_divisibility_checks"
             )
 
 
@@ -60,7 +60,7 @@ def _by_config_group(plan: Plan) -> Iterator[list[Planned]]:
 
 
 def _indivisible(members: list[Planned], size: int) -> Iterator[tuple[int, str]]:
-    """Yield widths that `size` does not divide, with how many modules have them and an example."""
+    """Yield widths that `size` does not divide, with the number of modules and an example."""
     by_columns: dict[int, list[str]] = {}
     for planned in members:
         by_columns.setdefault(planned.shape[1], []).append(planned.name)

@@ -1,4 +1,4 @@
-"""Recipes for experts that no server can load."""
+"""Finds recipes for experts that no server can load."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["expert_problems"]
 
 
 def expert_problems(modules: Mapping[str, Module], plan: Plan) -> Iterator[str]:
-    """Yield layers whose experts have a bias, or are not quantized alike.
+    """Yield an error for each layer whose experts have a bias, or different schemes.
 
-    vLLM stacks the experts of a layer. It takes the scheme of the first one for all, and has no
-    bias for them but in the MXFP4 of gpt-oss, which is not a format of compressed-tensors.
+    vLLM stacks the experts of a layer and applies the scheme of the first to all. It supports a
+    bias only in the MXFP4 of gpt-oss, which is not a format of compressed-tensors.
     """
     groups = {planned.name: planned.group for planned in plan.quantized}
     layers: dict[str, list[str]] = {}
@@ -38,8 +38,8 @@ def expert_problems(modules: Mapping[str, Module], plan: Plan) -> Iterator[str]:
             )
         elif len({groups[name] for name in taken}) > 1:
             yield (
-                f"experts of {layer} belong to different config groups, and the server stacks "
-                "them: give them one"
+                f"experts of {layer} belong to different config groups, but the server stacks "
+                "them: put them into one group"
             )
     if biased:
         more = f" and {len(biased) - 1} more" if len(biased) > 1 else ""

@@ -1,8 +1,8 @@
-"""What a recipe would do to a model, known before any work is done.
+"""The plan of a run, made before any work.
 
-Every module that holds a weight is either to be quantized or is listed with the reason why not.
-What cannot work (a group size that does not divide, a target that matches nothing, a layer that the
-server fuses with one that is not quantized) is an error here, not after hours.
+Every module that holds a weight is either quantized or listed with the reason why not. A group size
+that does not divide, a target that matches nothing, or a layer that the server fuses with an
+unquantized one is an error here, not after hours.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class Planned:
     dtype: torch.dtype
     scheme: QuantizationScheme
     group: str
-    modifier: int = 0  # its place in the recipe
+    modifier: int = 0  # index in the recipe
 
     @cached_property
     def tensors(self) -> dict[str, TensorSpec]:
-        """What the checkpoint will hold for it: local name -> type and shape."""
+        """Its stored tensors: local name -> dtype and shape."""
         return expected_tensors(self.scheme, self.shape, self.dtype)
 
     @property
@@ -75,7 +75,7 @@ class Plan:
     config: QuantizationConfig
     quantized: list[Planned] = field(default_factory=list)
     attention: list[str] = field(default_factory=list)
-    attention_modifier: int = 0  # place in the recipe of the one that quantizes its states
+    attention_modifier: int = 0  # index in the recipe of the one that quantizes attention states
     left: list[Left] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -83,13 +83,13 @@ class Plan:
     small_bytes: int = 0  # norms, biases and the like
     layers: int = 1
     hidden: int = 0
-    tokens: int = 0  # that will flow through the model
+    tokens: int = 0  # calibration tokens
     budget: int = 0  # bytes of the source that a stream holds at once
     passes: float = 1  # of the tokens through each layer; Hessians cost as much as half a pass
-    moments: int = 0  # bytes of the Hessians that GPTQ holds for a layer
+    state_bytes: int = 0  # of the algorithms for a block, such as the Hessians of GPTQ
     waiting: int = 0  # bytes of the batches that wait inside of a layer
     whole: bool = False  # whether data runs through the model as a whole
-    route: str = ""  # how data runs through the model, where there is any
+    route: str = ""  # how calibration data runs through the model, if there is any
 
     @property
     def output_bytes(self) -> int:
@@ -98,7 +98,7 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """About how long the run takes: searches, the passes of the tokens, and the files."""
+        """Estimated seconds of the run: scale searches, forward passes, and file reading."""
         threads = torch.get_num_threads()
         search = sum(search_time(p) for p in self.quantized)
         products = sum(p.shape[0] * p.shape[1] for p in self.quantized) * self.tokens
@@ -106,11 +106,11 @@ class Plan:
 
     @property
     def memory(self) -> int:
-        """About how many bytes a run from a folder holds at once, beside the libraries.
+        """Estimated peak memory in bytes of a run from a folder, without the libraries.
 
-        One layer, or all that is outside of the layers; with data once more in fp32, the hidden
-        states, and what waits inside of a layer; for GPTQ Hessians. A stream holds what is on
-        its way, and as much again for what it makes of it.
+        One layer, or all weights outside of layers; with data also an fp32 copy of them, the hidden
+        states, the batches that wait inside of a layer, and the algorithms' state. A stream holds
+        the tensors in flight and their quantized versions, counted as the same size.
         """
         if self.budget:
             return 2 * self.budget
@@ -118,10 +118,10 @@ class Plan:
         outside = sum(left.nbytes for left in self.left) + self.small_bytes
         most = inside * max(self.layers, 1) + outside if self.whole else max(inside, outside)
         weights = most * (3 if self.tokens else 1)
-        return weights + 4 * self.tokens * self.hidden + self.moments + self.waiting
+        return weights + 4 * self.tokens * self.hidden + self.state_bytes + self.waiting
 
     def require(self) -> None:
-        """Raise if anything in the plan cannot work."""
+        """Raise if the plan has errors."""
         if self.errors:
             lines = "\n".join(f"  - {error}" for error in self.errors)
             raise PlanError(f"the recipe does not fit the model, and nothing was done:\n{lines}")
@@ -145,7 +145,7 @@ class Plan:
             lines.append(f"not quantized: {shown} ({reason})")
         if self.route:
             lines.append(self.route)
-        if not self.errors:  # else there is no size to tell
+        if not self.errors:  # else the size is unknown
             lines.append(
                 f"{size(self.source_bytes)} -> {size(self.output_bytes)}; about "
                 f"{size(self.memory)} of memory and {duration(self.seconds)}"
@@ -160,20 +160,20 @@ def make_plan(
 ) -> Plan:
     """Match a recipe against the modules of a model, whose weights may be on the meta device.
 
-    config:    what to quantize and how, where no modifier says it
-    modifiers: those of the recipe; each checks the plan, too
+    config:    quantization config, used if there are no modifiers
+    modifiers: modifiers of the recipe; each also checks the plan
     """
     claims = claims_of(config, modifiers)
     _refuse_slow_patterns(model, claims, modifiers)
     plan = Plan(QuantizationConfig(config_groups={}))
-    owners: dict[int, str] = {}  # of parameters, the first of those that share one
+    owners: dict[int, str] = {}  # id of a parameter -> the first module that has it
     shared: dict[tuple[str, str], list[str]] = {}  # modules of two modifiers
     uncalled = _uncalled(model)
     for name, module in model.named_modules():
         matches = [claim.match(model, name, module) for claim in claims]
         taken = [match for match in matches if match.taken]
         routes = isinstance(module, Linear) and is_router(name)
-        if routes:  # target Linear means what it computes with, not where tokens go
+        if routes:  # the target Linear does not mean routers
             taken = [match for match in taken if is_named(model, name, match.hits)]
         if len(taken) > 1 and isinstance(module, (Linear, Embedding)):
             labels = (taken[0].claim.label, taken[1].claim.label)
@@ -214,7 +214,7 @@ def make_plan(
 
 
 def _attention_modifier(claims: Sequence[Claim]) -> int:
-    """Return the modifier that quantizes the states of attention."""
+    """Return the index of the modifier that quantizes attention states."""
     caching = [c for c in claims if c.config.kv_cache_scheme is not None]
     targeting = [
         c
@@ -228,7 +228,7 @@ def _attention_modifier(claims: Sequence[Claim]) -> int:
 def _refuse_slow_patterns(
     model: Any, claims: Sequence[Claim], modifiers: Sequence[Modifier]
 ) -> None:
-    """Raise before anything is matched: an expression that backtracks for years cannot be ended."""
+    """Raise for expressions that backtrack for years, before any matching: it cannot be stopped."""
     patterns = [t for c in claims for s in c.groups.values() for t in s.targets]
     patterns += [pattern for claim in claims for pattern in claim.config.ignore]
     patterns += [pattern for modifier in modifiers for pattern in modifier.patterns()]
@@ -268,7 +268,7 @@ def _left(
 
 
 def _uncalled(model: Any) -> set[Module]:
-    """Return the layers inside torch's own attention, which takes their weights and no more."""
+    """Return the layers inside torch's own attention, which reads their weights only."""
     attention = [m for m in model.modules() if isinstance(m, MultiheadAttention)]
     return {child for each in attention for child in each.children()}
 
@@ -283,7 +283,7 @@ def _attention_modules(model: Any, config: QuantizationConfig) -> list[str]:
 
 
 def search_time(planned: Planned) -> float:
-    """Return about how many seconds of one thread it takes to find a module's scales."""
+    """Estimate the seconds that one thread needs to find a module's scales."""
     weights = planned.scheme.weights
     if weights is None:
         return 0.0

@@ -17,7 +17,7 @@ __all__ = ["planned_loading"]
 
 
 def planned_loading(source: Source, config: QuantizationConfig, plan: Plan) -> list[str]:
-    """Return what would keep transformers from loading the checkpoint that a plan leads to."""
+    """Return the problems that transformers would have with loading the planned checkpoint."""
     tensors = _stored(source)
     for planned in plan.quantized:
         key = source.module_key(planned.name)

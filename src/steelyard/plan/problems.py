@@ -1,4 +1,4 @@
-"""Errors and warnings of a recipe for a model.
+"""Finds errors and warnings of a recipe for a model.
 
 Each check yields one sentence per problem, with the module and the remedy.
 """
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["errors_of", "warnings_of"]
 
-# Layers that tensor parallelism cuts along their input.
+# Layers that tensor parallelism splits along their input.
 _ROW_PARALLEL = ("o_proj", "down_proj", "out_proj", "dense", "w2", "fc2", "wo")
 _PARALLEL = (2, 4, 8)
 
@@ -41,7 +41,7 @@ _PARALLEL = (2, 4, 8)
 def errors_of(
     plan: Plan, model: Any, claims: Sequence[Claim], modifiers: Sequence[Modifier]
 ) -> Iterator[str]:
-    """Yield what cannot work."""
+    """Yield the errors of a plan."""
     modules = dict(model.named_modules())
     named = by_all_names(model)
     quantizing = {claim.modifier for claim in claims}
@@ -78,7 +78,7 @@ def errors_of(
 
 
 def warnings_of(plan: Plan, model: Any, modifiers: Sequence[Modifier]) -> Iterator[str]:
-    """Yield what works, but perhaps not as one thinks."""
+    """Yield the warnings of a plan: it runs, but perhaps not as intended."""
     for modifier in modifiers:
         yield from modifier.doubts(plan, model)
     stacked = [left for left in plan.left if len(left.shape) > 2]
@@ -93,14 +93,14 @@ def warnings_of(plan: Plan, model: Any, modifiers: Sequence[Modifier]) -> Iterat
 
 
 def _inferred_from_names(plan: Plan, model: Any) -> Iterator[str]:
-    """Modules of files that no class of transformers vouches for."""
+    """Warn of modules of files that no class of transformers confirms."""
     inferred = getattr(model, "inferred", lambda name: False)
     names = [planned.name for planned in plan.quantized if inferred(planned.name)]
     if names:
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         because = model.unknown or f"{type(model.known.model).__name__} does not have them"
         yield (
-            f"{shown} were taken for Linear from their names alone: {because}. Ignore those that "
+            f"{shown} are treated as Linear by their names alone: {because}. Ignore those that "
             "are not"
         )
 
@@ -109,7 +109,7 @@ def _inferred_from_names(plan: Plan, model: Any) -> Iterator[str]:
 
 
 def _unstorable(plan: Plan) -> Iterator[str]:
-    """Ask of every scheme what its observers would ask, before they do."""
+    """Yield the errors that observers would raise for each scheme."""
     used = {p.group: p.scheme for p in plan.quantized}
     for group, scheme in used.items():
         for base_name, args in _args(scheme):
@@ -118,19 +118,19 @@ def _unstorable(plan: Plan) -> Iterator[str]:
 
 
 def _inputs_alone(plan: Plan) -> Iterator[str]:
-    """Static scales of inputs that no format stores without a quantized weight."""
+    """Refuse static input scales without quantized weights, which no format stores."""
     for name, scheme in plan.config.config_groups.items():
         inputs = scheme.input_activations
         used = any(planned.group == name for planned in plan.quantized)
         if used and scheme.weights is None and inputs is not None and not inputs.dynamic:
             yield (
-                f"the config group {name!r} has static scales for inputs, but leaves the weights "
-                "as they are, which no format stores; give it weights, or leave it out"
+                f"the config group {name!r} has static input scales but does not quantize weights, "
+                "which no format stores; add weights to it, or remove the group"
             )
 
 
 def _refusal(base_name: str, args: QuantizationArgs) -> str | None:
-    if args.dynamic is True:  # no observer, and compressed-tensors has checked it
+    if args.dynamic is True:  # no observer; compressed-tensors has checked it
         return None
     try:
         check_strategy(base_name, args)
@@ -155,7 +155,7 @@ def _quantized_token_ids(plan: Plan, modules: dict[str, Module]) -> Iterator[str
         if embeds and planned.scheme.input_activations is not None:
             yield (
                 f"{planned.name} is an Embedding, and its input, token ids, cannot be quantized: "
-                f"give it a scheme without input_activations, or take it out of {planned.group}"
+                f"give it a scheme without input_activations, or remove it from {planned.group}"
             )
 
 
@@ -170,12 +170,12 @@ def _unsupported_attention(plan: Plan, model: Any, modules: dict[str, Module]) -
         if not plan.attention:
             yield (
                 f"kv_cache_scheme: {type(model).__name__} has no attention module with k_proj and "
-                "v_proj whose cache can be quantized; leave it out"
+                "v_proj whose cache can be quantized; remove it"
             )
     if plan.attention and (problem := _unknown_heads(model)):
         yield (
-            f"the states of {plan.attention[0]} cannot be quantized: {problem}; leave "
-            f"{'out kv_cache_scheme' if cache is not None else 'attention out of the targets'}"
+            f"the states of {plan.attention[0]} cannot be quantized: {problem}; remove "
+            f"{'kv_cache_scheme' if cache is not None else 'attention from the targets'}"
         )
     by_group: dict[str, list[str]] = {}
     others: list[str] = []
@@ -199,7 +199,7 @@ def _unsupported_attention(plan: Plan, model: Any, modules: dict[str, Module]) -
 
 
 def _unknown_heads(model: Any) -> str | None:
-    """Return why compressed-tensors cannot tell the shape of the states."""
+    """Return why compressed-tensors cannot find the shape of the states."""
     from compressed_tensors.utils import get_head_dim, get_num_attn_heads, get_num_kv_heads
 
     config = model.config.get_text_config()
@@ -245,8 +245,8 @@ def _half_fused(modules: dict[str, Module], plan: Plan) -> Iterator[str]:
             )
         elif len({quantized[name].group for name in taken}) > 1:
             yield (
-                f"{', '.join(taken)} belong to different config groups, and the server fuses "
-                "them: give them one"
+                f"{', '.join(taken)} belong to different config groups, but the server fuses "
+                "them: put them into one group"
             )
         elif taken and SCALE in shared_parameters(quantized[taken[0]].scheme):
             types = {quantized[name].dtype for name in taken}
@@ -258,7 +258,7 @@ def _half_fused(modules: dict[str, Module], plan: Plan) -> Iterator[str]:
 
 
 def _unreadable(planned: Planned) -> Iterator[str]:
-    """Weights that the format stores, but that compressed-tensors cannot read back."""
+    """Refuse weights that the format stores, but that compressed-tensors cannot read back."""
     args = planned.scheme.weights
     if args is not None and (problem := stored_as(planned.scheme).problem(args, planned.shape)):
         yield f"{planned.name}: {problem}"
@@ -268,7 +268,7 @@ def _unreadable(planned: Planned) -> Iterator[str]:
 
 
 def _indivisible_in_parallel(plan: Plan) -> Iterator[str]:
-    """Yield one sentence for all layers that have the same name and the same problem."""
+    """Warn of layers that tensor parallelism cannot split, once per layer name and problem."""
     alike: dict[tuple[str, str], list[str]] = {}
     for planned in plan.quantized:
         problem = _uneven_share(planned)

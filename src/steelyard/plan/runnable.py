@@ -1,4 +1,4 @@
-"""How a model will run on calibration data: layer by layer, or as a whole."""
+"""Chooses how calibration data runs through a model: layer by layer, or as a whole."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Route", "route_of"]
 
 @dataclass(frozen=True)
 class Route:
-    """The way through a model.
+    """How calibration data runs through a model.
 
     whole: whether the model runs as a whole, and is in memory as a whole
     text:  a sentence for the plan
@@ -28,7 +28,7 @@ class Route:
 def route_of(model: Any, pipeline: str) -> Route:
     """Return how batches will run through a model.
 
-    Raises a PipelineError if it cannot run layer by layer, but must by `pipeline="sequential"`.
+    Raises a PipelineError if `pipeline="sequential"` and the model cannot run layer by layer.
     """
     if pipeline == "basic":
         return Route(True, 'the model runs as a whole, as pipeline="basic" asks')

@@ -1,4 +1,4 @@
-"""Targets and ignores of a recipe that match no module."""
+"""Finds targets and ignores of a recipe that match no module."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _USUAL = {
 }
 _AROUND = {"model", "language_model", "mlp", "block_sparse_moe", "feed_forward"}
 _HEADLESS = (
-    "the files hold no weight of a head, which is that of the embedding where they are tied; to "
-    "quantize it, untie them (tie_word_embeddings=False) and save the model first"
+    "the files have no lm_head weight; if it is tied to the embedding, untie them "
+    "(tie_word_embeddings=False) and save the model first to quantize it"
 )
 _WORD = re.compile(r"[A-Za-z_]\w*")
 
@@ -30,27 +30,27 @@ _WORD = re.compile(r"[A-Za-z_]\w*")
 def unmatched_targets(
     modules: Mapping[str, Module], targets: Iterable[str], of: str = ""
 ) -> Iterator[str]:
-    """Yield a sentence for every target that matches no module."""
+    """Yield an error for every target that matches no module."""
     for target in targets:
         if not _matches(modules, target):
             meant = _HEADLESS if _is_head(target) else _meant(modules, target)
-            yield f"the target {target!r}{of} matches no module: {meant or 'look at its spelling'}"
+            yield f"the target {target!r}{of} matches no module: {meant or 'check its spelling'}"
 
 
 def unmatched_ignores(modules: Mapping[str, Module], patterns: Iterable[str]) -> Iterator[str]:
-    """Yield a sentence for every ignore that matches no module, and is not one of the usual ones.
+    """Yield an error for every ignore that matches no module, except the usual ones.
 
     >>> list(unmatched_ignores({}, ["lm_head", "re:.*mlp.gate$", "lm_haed"]))
-    ["'lm_haed' in ignore matches no module: look at its spelling, or remove it"]
+    ["'lm_haed' in ignore matches no module: check its spelling, or remove it"]
     """
     for pattern in dict.fromkeys(patterns):
         if not _is_usual(pattern) and not _matches(modules, pattern):
-            meant = _meant(modules, pattern) or "look at its spelling"
+            meant = _meant(modules, pattern) or "check its spelling"
             yield f"{pattern!r} in ignore matches no module: {meant}, or remove it"
 
 
 def nothing_quantized(model: Any) -> str:
-    """Return why a recipe quantizes nothing, where the model's class tells."""
+    """Return an error for a recipe that quantizes nothing, with the reason if known."""
     known = getattr(getattr(model, "known", None), "model", model)  # the class, for bare files
     if any(type(module).__name__ == "Conv1D" for module in known.modules()):
         return (
@@ -74,7 +74,7 @@ def _matches(modules: Mapping[str, Module], pattern: str) -> bool:
 
 
 def _meant(modules: Mapping[str, Module], pattern: str) -> str | None:
-    """Suggest the nearest class, or last part of a name, for one that is written out."""
+    """Suggest the nearest class, or last part of a name, for a target that is not a pattern."""
     if pattern.startswith("re:"):
         return None
     known = {type(module).__name__ for module in modules.values()} | {"lm_head"}

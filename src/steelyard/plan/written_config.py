@@ -1,4 +1,4 @@
-"""The quantization_config that a checkpoint is written with."""
+"""Builds the config.json of a quantized checkpoint."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def written_config(
     plain: Iterable[str],
     format: str | None = None,
 ) -> dict[str, Any]:
-    """Return what config.json says: that of the source, and how it is quantized.
+    """Return the content of config.json: that of the source, plus quantization_config.
 
-    plain:  the matrices that are written as they were, by their names in the files
-    format: of all quantized weights; None stores each scheme in its own
+    plain:  the matrices that are written unquantized, by their names in the files
+    format: format of all quantized weights; None uses that of each scheme
     """
     groups = {
         name: scheme.model_copy(update={"format": _format_of(scheme, format)})
@@ -55,16 +55,16 @@ def written_config(
 def _ignored(
     source: Source, config: QuantizationConfig, plan: Plan, plain: Iterable[str]
 ) -> Iterator[str]:
-    """Name every matrix that is not quantized: a server sees classes, not what we left out.
+    """Name every matrix that is not quantized: a server matches classes, and has its own.
 
-    Its classes need not be ours: experts that transformers joins are Linear layers there. A head
-    that is tied, and so is in no file, is a Linear there too.
+    Experts that transformers stacks are Linear layers there; so is a tied head, which is in no
+    file.
     """
     quantized = {source.class_name(planned.name) for planned in plan.quantized}
     yield from (pattern for pattern in config.ignore if pattern not in quantized)
     modules = dict(source.model.named_modules())
     names: dict[str, str] = {}
-    for name in modules:  # of tied ones the first: the embedding, not the head
+    for name in modules:  # the first of tied ones: the embedding, not the head
         names.setdefault(source.module_key(name), name)
     for name in sorted(plain):
         module = modules[names[name]] if name in names else None

@@ -18,7 +18,7 @@ __all__ = ["dump_modifiers"]
 
 
 class _Dumper(yaml.SafeDumper):
-    """The safe dumper, without aliases, and with quotes around text like 1e3."""
+    """The safe dumper, without aliases; quotes text like 1e3."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -31,7 +31,7 @@ def dump_modifiers(modifiers: Sequence[Modifier]) -> str:
     """Return a recipe of one stage that loads to equal modifiers."""
     named = [(_name(modifier), _plain(modifier, _name(modifier))) for modifier in modifiers]
     group: Any = dict(named)
-    if len(group) < len(named):  # a mapping cannot hold one name twice
+    if len(group) < len(named):  # a name occurs twice, which a mapping cannot hold
         group = [{name: options} for name, options in named]
     stage = {"quantization_stage": {"quantization_modifiers": group}}
     return str(yaml.dump(stage, Dumper=_Dumper, sort_keys=False))

@@ -1,4 +1,4 @@
-"""Loads a recipe in any of its forms as a list of modifiers."""
+"""Loads a recipe, in any of its forms, as a list of modifiers."""
 
 from __future__ import annotations
 

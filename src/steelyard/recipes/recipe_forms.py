@@ -52,7 +52,7 @@ def _stage(stage: Any, path: KeyPath) -> Iterator[RecipeEntry | Problem]:
         else:
             yield (
                 (*path, key),
-                f"unknown key {key!r}: a stage takes keys that end in _modifiers",
+                f"unknown key {key!r}: the keys of a stage end in _modifiers",
             )
 
 

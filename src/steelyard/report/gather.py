@@ -48,7 +48,7 @@ def _weight_of(planned: Planned | None, module: ModuleResult) -> dict[str, Any]:
     details = {key: value for key, value in module.details.items() if key != "figures"}
     about: dict[str, Any] = {
         "shape": None,
-        "scheme": "states of attention",
+        "scheme": "attention states",
         "observer": None,
         "bytes_before": None,
         "bytes_after": None,
@@ -170,7 +170,7 @@ def _schemes(plan: Plan) -> list[SchemeUse]:
         states = QuantizationArgs.model_validate(cache) if isinstance(cache, dict) else cache
         found.append(
             SchemeUse(
-                label="states of attention",
+                label="attention states",
                 format="scales",
                 inputs=_words(states),
                 modules=len(plan.attention),

@@ -63,7 +63,7 @@ function theme() {
     try {
       localStorage.setItem("steelyard-theme", mode);
     } catch {
-      /* not where files have no storage */
+      /* pages opened from files may have no storage */
     }
   };
   let saved = null;
