@@ -54,6 +54,9 @@ class Needs:
     """`see` gets all arguments of each call of a module, as the place "call"."""
     originals: bool = False
     """`block.originals` holds the hidden states of the unquantized model for each batch."""
+    original_inputs: bool = False
+    """`see` gets with the input of a module its input in the unquantized model (`Seen.original`).
+    Only where modules are solved in stages, in models without experts; None elsewhere."""
     gradients: bool = False
     """`transform` and `solve` run with gradients enabled, and `solve` may call `block.forward`."""
     activations: bool = False
@@ -89,6 +92,7 @@ class Seen:
     partial_sum: number of the partial sum that the batch is added to; see `kernels.partial_sums`
     turn:        number of the pass, from 0
     weights:     (tokens,), by which a router multiplies the outputs of an expert; None for 1
+    original:    the same value in the unquantized model, if the algorithm needs it
     """
 
     place: str
@@ -98,6 +102,7 @@ class Seen:
     partial_sum: int = 0
     turn: int = 0
     weights: torch.Tensor | None = None
+    original: torch.Tensor | None = None
 
 
 @sendable

@@ -19,6 +19,7 @@ from steelyard.algorithms.nearest import Nearest
 from steelyard.checkpoint.figures import module_figures, with_figures
 from steelyard.checkpoint.weight_errors import relative_error, weight_error
 from steelyard.fusion import fused_groups
+from steelyard.kernels.drift import shifted_weight
 from steelyard.kernels.gptq_rounding import GPTQResult, activation_order, solve
 from steelyard.modifiers import GPTQModifier
 from steelyard.modifiers.gptq import REGROUPING
@@ -42,7 +43,8 @@ class GPTQ(Nearest):
 
     @property
     def needs(self) -> Needs:
-        return Needs(inputs=True, staged=True, propagate=True)
+        drift = self.modifier.drift_correction
+        return Needs(inputs=True, staged=True, propagate=True, original_inputs=drift)
 
     def begin(self, block: Block) -> Hessians:
         """Create the Hessians; observers need not gather E[x^2], which is their diagonal."""
@@ -55,7 +57,8 @@ class GPTQ(Nearest):
         return Hessians(weighed, self.modifier.offload_hessians, block.ranks, block.pool)
 
     def see(self, state: Hessians, seen: Seen) -> None:
-        state.see(seen.modules, seen.value, seen.partial_sum, seen.weights)
+        terms = (seen.partial_sum, seen.weights, seen.original, seen.batch)
+        state.see(seen.modules, seen.value, *terms)
 
     def flush(self, state: Hessians) -> None:
         state.flush()
@@ -78,6 +81,7 @@ class GPTQ(Nearest):
         results = super().solve(block, state)
         for some in _rounds(mine, state, _AT_ONCE * block.pool.count):
             for name in some:
+                state.halves(name)
                 state.hessian(name)  # computed here: threads that share it would compute it twice
             solved = block.pool.do(
                 (i, partial(self._solve, state, name)) for i, name in enumerate(some)
@@ -107,6 +111,7 @@ class GPTQ(Nearest):
         module: Any = state.modules[name]
         modifier, args = self.modifier, _scheme(module).weights
         hessian = state.hessian(name).to(module.weight.device)
+        target, drift = self._target(state, name)
         result = solve(
             module.weight.data,
             hessian,
@@ -118,16 +123,30 @@ class GPTQ(Nearest):
             dampening_frac=modifier.dampening_frac or 0.0,
             order=None if modifier.actorder is None else activation_order(hessian),
             g_idx=getattr(module, "weight_g_idx", None),
+            target=target,
             rounds=modifier.refinements,
         )
         if result.fallback is not None:
             error = weight_error(module) or 0.0
-            return result, error, with_figures(_details(result), module_figures(module))
+            return result, error, with_figures(_details(result, 0.0), module_figures(module))
         module.register_parameter("weight_scale", Parameter(result.scale, requires_grad=False))
         off = (module.weight.data.float() - result.weight.float()).square_()
         error = relative_error(float(off.sum(dtype=torch.float64)), module.weight.data)
-        details = with_figures(_details(result), module_figures(module, after=result.weight))
+        details = with_figures(_details(result, drift), module_figures(module, after=result.weight))
         return result, error, details
+
+    def _target(self, state: Hessians, name: str) -> tuple[torch.Tensor | None, float]:
+        """Return the weight to round to, None for its own, and the factor of the shift."""
+        halves = state.halves(name)
+        if halves is None:
+            return None, 0.0
+        weight: Any = state.modules[name].weight
+        hessians, drifts = halves
+        wide = weight.data.float()
+        products = wide @ drifts[0], wide @ drifts[1]
+        dampening = self.modifier.dampening_frac or 0.0
+        target, factor = shifted_weight(wide, hessians, products, dampening)
+        return (target, factor) if factor else (None, 0.0)
 
     def _note(self, notes: list[str], name: str, result: GPTQResult) -> None:
         dampening = self.modifier.dampening_frac or 0.0
@@ -176,8 +195,9 @@ def _scheme(module: Any) -> Any:
     return module.quantization_scheme
 
 
-def _details(result: GPTQResult) -> dict[str, Any]:
+def _details(result: GPTQResult, drift: float) -> dict[str, Any]:
     return {
+        "drift_factor": drift,
         "loss": result.loss,
         "nearest_loss": result.nearest_loss,
         "dampening_frac": result.dampening_frac,

@@ -59,15 +59,18 @@ class Work:
         x: torch.Tensor,
         moment: Moment,
         weights: torch.Tensor | None = None,
+        original: torch.Tensor | None = None,
     ) -> None:
         """Pass an input that several modules share to the algorithms; call `flush` afterwards.
 
-        weights: (tokens,), by which a router multiplies the outputs
+        weights:  (tokens,), by which a router multiplies the outputs
+        original: the input in the unquantized model
         """
         for part in self.parts:
             common = tuple(name for name in names if name in part.block.modules)
             if common and part.algorithm.needs.inputs:
-                self._see(part, "input", common, x, moment, weights)
+                needed = original if part.algorithm.needs.original_inputs else None
+                self._see(part, "input", common, x, moment, weights, needed)
 
     def flush(self) -> None:
         for part in self.parts:
@@ -89,10 +92,11 @@ class Work:
         value: Any,
         moment: Moment,
         weights: torch.Tensor | None = None,
+        original: torch.Tensor | None = None,
     ) -> None:
         if moment.turn < part.algorithm.needs.passes:
             at = (moment.batch, moment.partial_sum, moment.turn)
-            part.algorithm.see(part.state, Seen(place, names, value, *at, weights))
+            part.algorithm.see(part.state, Seen(place, names, value, *at, weights, original))
 
     @contextlib.contextmanager
     def hooked(

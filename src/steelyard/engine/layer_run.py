@@ -13,6 +13,7 @@ from steelyard.data.samples import Samples
 from steelyard.engine.parts import Flow, Part
 from steelyard.engine.progress import progress
 from steelyard.model.blocks import Batch, LayerSequence
+from steelyard.model.experts import Experts
 from steelyard.model.hidden_states import load_hidden, save_hidden
 from steelyard.model.inputs import output_head
 from steelyard.model.placeholders import first_tensor
@@ -30,6 +31,7 @@ class LayerRun:
 
     batches:   by number in the run, each with its partial sum
     originals: the same batches in the unquantized model, if an algorithm needs them
+    paired:    whether each layer runs both side by side
     """
 
     def __init__(self, run: Run, samples: Samples) -> None:
@@ -38,7 +40,9 @@ class LayerRun:
         mine = run.share(samples)
         self.places = [place for place, _ in mine]
         self.batches = {place[0]: Batch(inputs) for place, inputs in mine}
-        kept = run.solver.needs("originals")
+        experts = any(isinstance(each, Experts) for each in run.source.model.modules())
+        self.paired = run.solver.needs("original_inputs") and not experts
+        kept = self.paired or run.solver.needs("originals")
         self.originals = {i: Batch(b.inputs) for i, b in self.batches.items()} if kept else {}
 
     @torch.no_grad()
@@ -91,7 +95,15 @@ class LayerRun:
         quantized = with_schemes(module, name) or run.solver.transforms
         if not (quantized or batches or run.source.in_memory):
             return  # a tower that no batch runs through
-        flow = Flow(forwards, collect, [self._tokens(index, b) for b in batches], called)
+        originals = [self.originals[number] for number, _ in called] if self.paired else []
+        flow = Flow(
+            forwards,
+            collect,
+            [self._tokens(index, b) for b in batches],
+            called,
+            [functools.partial(sequence.run, index, batch) for batch in originals],
+            lambda i, output: sequence.put(index, originals[i], output),
+        )
         part = Part(name, module)
         run.calibrate(part, flow, functools.partial(self._originals, index))
 
@@ -102,7 +114,8 @@ class LayerRun:
             if index in batch.calls:
                 hidden, output = self.sequence.input(index, batch), self.sequence.run(index, batch)
                 found.append((hidden, first_tensor(output)))
-                self.sequence.put(index, batch, output)
+                if not self.paired:
+                    self.sequence.put(index, batch, output)
         return found
 
     def _tokens(self, index: int, batch: Batch) -> int:

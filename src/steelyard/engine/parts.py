@@ -20,12 +20,17 @@ class Flow:
     collect:  receives the outputs for the next block, in batch order; None if there is no next
     tokens:   number of tokens of each batch
     places:   of each batch, number in the run and partial sum (`kernels.partial_sums`)
+    originals:    one per batch: runs it as in the unquantized model through a copy of the block;
+                  empty if no algorithm needs that
+    put_original: receives the number and the output of each of those
     """
 
     forwards: Sequence[Callable[[], Any]] = ()
     collect: Callable[[Iterable[Any]], None] | None = None
     tokens: Sequence[int] = ()
     places: Sequence[tuple[int, int]] = ()
+    originals: Sequence[Callable[[Module], Any]] = ()
+    put_original: Callable[[int, Any], None] = lambda _index, _output: None
 
 
 NO_DATA = Flow()

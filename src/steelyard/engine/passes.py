@@ -20,11 +20,12 @@ from steelyard.algorithms import Block, ModuleResult
 from steelyard.distributed import ThreadPool
 from steelyard.engine.block_work import Moment, Work
 from steelyard.engine.observing import observe
+from steelyard.engine.paired import paired, quantized, with_originals
 from steelyard.engine.parts import Flow, Part
 from steelyard.engine.showing import Stage, points_of, showing, stages_of
 from steelyard.engine.solving import Solver
 from steelyard.engine.stage_order import find_stages
-from steelyard.engine.stages import CONCURRENT_BYTES, Staged, at_once, holding_budget
+from steelyard.engine.stages import CONCURRENT_BYTES, Staged, at_once
 from steelyard.errors import PipelineError
 from steelyard.fusion import fused_groups
 from steelyard.model.early_stop import StopAfter
@@ -57,10 +58,12 @@ class Passes:
         for algorithm in self.solver.transforms:
             self._transform(algorithm, part, flow)
         if not with_schemes(part.root, part.name, part.without):
+            self._run_originals(part, flow)
             self._unquantized(part, flow)
             return {}
         stages = self._stages(part, flow) if flow.collect is not None else None
         if stages is None or not self.solver.solving_needs("staged"):
+            self._run_originals(part, flow)
             return self._in_passes(part, flow, stages)
         return self._in_stages(part, flow, stages)
 
@@ -95,6 +98,13 @@ class Passes:
             outputs = self.pool.begin(enumerate(flow.forwards))
             with contextlib.closing(outputs):
                 flow.collect(outputs)
+
+    def _run_originals(self, part: Part, flow: Flow) -> None:
+        """Run the batches of the unquantized model, where no module needs its inputs there."""
+        with computing_in(part.root, self.dtype):
+            calls = (functools.partial(run, part.root) for run in flow.originals)
+            for index, output in enumerate(self.pool.begin(enumerate(calls))):
+                flow.put_original(index, output)
 
     # -- transforms ---------------------------------------------------------------------------
 
@@ -198,20 +208,18 @@ class Passes:
         """Solve the modules of a layer in the order of their calls, in a single pass."""
         assert flow.collect is not None
         modules = [module for stage in stages for module in stage.modules.values()]
-        parts = [stage.called for stage in stages]
         found: dict[str, ModuleResult] = {}
-        budget = holding_budget(self.solver.device)
         with (
             computing_in(part.root, self.dtype, without=modules),
             contextlib.ExitStack() as solved,
-            Staged(parts, flow.forwards, flow.tokens, budget, self.pool) as staged,
+            paired(part, flow, stages, self.pool, self.dtype, self.solver.device) as staged,
         ):
             for index, stage in enumerate(stages):
                 found |= self._stage(part, flow, staged, index, stage)
                 return_memory()  # of Hessians, before wider weights need more
                 solved.enter_context(rounded_once(stage.modules.values(), self.dtype))
             with contextlib.closing(staged.finish()) as outputs:
-                flow.collect(outputs)
+                flow.collect(quantized(outputs, flow))
         return found
 
     def _stage(
@@ -225,10 +233,10 @@ class Passes:
             work = self.solver.begin(block)
             calibration.take_over()
 
-            def see(index: int, x: Any) -> None:
-                stage.show(x, calibration, work, Moment(*flow.places[index]))
+            def see(index: int, x: Any, original: Any = None) -> None:
+                stage.show(x, calibration, work, Moment(*flow.places[index]), original)
 
-            staged.run_to(index, see, work.flush)
+            staged.run_to(index, with_originals(see) if flow.originals else see, work.flush)
             found = self.solver.solve(block, work)
             part.changed.update(name for name in solved if not _is_solved(name, calibration))
             return found

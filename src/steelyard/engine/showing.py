@@ -40,14 +40,21 @@ class Stage:
         """The modules to hook for the input."""
         return list(self.modules.values()) if self.point is None else [self.point]
 
-    def show(self, value: Any, calibration: Calibration, work: Work, moment: Moment) -> None:
+    def show(
+        self,
+        value: Any,
+        calibration: Calibration,
+        work: Work,
+        moment: Moment,
+        original: Any = None,
+    ) -> None:
         """Pass the input of a batch on; for experts this also calls `Work.flush`."""
         if self.point is not None:
             self._show_routed(value, calibration, work, moment)
             return
         if moment.turn == 0:
             calibration.show(self.names, value)
-        work.show(self.names, value, moment)
+        work.show(self.names, value, moment, original=original)
 
     def _show_routed(
         self, inputs: RoutedInputs, calibration: Calibration, work: Work, moment: Moment

@@ -73,6 +73,7 @@ class Staged(Generic[T]):
     tokens:   number of tokens of each batch
     budget:   bytes that waiting batches may hold
     pool:     the threads that batches run on
+    copies:   of the modules of each stage, which some forwards call instead of them
     """
 
     def __init__(
@@ -82,12 +83,16 @@ class Staged(Generic[T]):
         tokens: Sequence[int],
         budget: int,
         pool: ThreadPool | None = None,
+        copies: Sequence[Sequence[Module]] = (),
     ) -> None:
         self.forwards = forwards
         self.tokens = tokens
         self.budget = budget
         self.pool = pool or ThreadPool()
-        self._stage_of = {module: i for i, stage in enumerate(stages) for module in stage}
+        self._stage_of = {
+            module: i for some in (stages, copies) for i, each in enumerate(some) for module in each
+        }
+        self._calls_each = sum(map(len, stages))
         self._stage = 0  # stage to wait at; earlier ones are done
         self._held: dict[int, tuple[_Pass, int]] = {}  # batch -> its forward, and its bytes
         self._sizes: dict[tuple[int, torch.Size], int] = {}
@@ -145,7 +150,7 @@ class Staged(Generic[T]):
         self._stage = len(set(self._stage_of.values()))
         with contextlib.closing(self.pool.begin(self._calls(range(len(self.forwards))))) as passes:
             for ended in passes:
-                if len(ended.called) != len(self._stage_of):
+                if len(ended.called) != self._calls_each:
                     raise _irregular()
                 yield ended.output
 

@@ -135,8 +135,11 @@ class LayerSequence:
             )
         self._checked = True
 
-    def run(self, index: int, batch: Batch) -> Any:
-        """Return the output of a layer for a batch; its weights must be in memory."""
+    def run(self, index: int, batch: Batch, module: Module | None = None) -> Any:
+        """Return the output of a layer for a batch; its weights must be in memory.
+
+        module: a copy of the layer to run instead
+        """
         call = batch.calls[index]
 
         def value(leaf: Any) -> Any:
@@ -148,7 +151,7 @@ class LayerSequence:
             without_padding(padding_of(batch.inputs, hidden_of(args, kwargs))),
             contextlib.suppress(StopForward),  # raised by `StopAfter`, whose caller needs no output
         ):
-            return self.modules[index](*args, **kwargs)
+            return (module or self.modules[index])(*args, **kwargs)
 
     def input(self, index: int, batch: Batch) -> torch.Tensor:
         """Return the hidden state that goes into a layer."""

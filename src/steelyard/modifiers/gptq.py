@@ -66,6 +66,11 @@ class GPTQModifier(QuantizationModifier):
         description="rounds after the solve, each fitting scales to codes and codes to scales; "
         "0 keeps the observer's scales",
     )
+    drift_correction: bool = Field(
+        default=True,
+        description="round to the weight that makes up for what the quantized layers before it "
+        "have changed in its inputs, as far as held-out batches confirm it",
+    )
     offload_hessians: bool = Field(default=False, description="keep Hessians on the CPU")
     sequential_targets: list[Target] | None = Field(
         default=None, description="modules that run one after another; always the decoder layers"

@@ -11,92 +11,23 @@ shrunk toward the mean over all experts of the layer: `kernels.shrinkage`.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn import Module
 
-from steelyard.distributed import Ranks, ThreadPool, assign, partial_sums_of, sendable
+from steelyard.distributed import Ranks, ThreadPool, partial_sums_of, sendable
 from steelyard.errors import CalibrationError
 from steelyard.fusion import expert_groups
-from steelyard.kernels.hessian import accumulate, empty_slab, slab_starts, symmetric
-from steelyard.kernels.partial_sums import FixedOrderSum, Partial
+from steelyard.kernels.partial_sums import Partial
 from steelyard.kernels.shrinkage import isotropic, prior_factor, prior_tokens
+from steelyard.observers.hessian_sums import HessianSum, Prior, Term
 from steelyard.observers.padding import real_tokens
 
 __all__ = ["Hessians"]
 
 sendable(Partial)
-
-# index of the partial sum, inputs (tokens, columns), and weights (tokens,)
-Term = tuple[int, torch.Tensor, torch.Tensor | None]
-
-
-class _Hessian:
-    """One Hessian, and the number of tokens it sums over."""
-
-    def __init__(self, columns: int, device: torch.device, first: int) -> None:
-        self.columns = columns
-        self.device = device
-        self.slabs = [
-            FixedOrderSum(functools.partial(empty_slab, columns, start, device), first)
-            for start in slab_starts(columns)
-        ]
-        self.tokens = 0
-        self.last: torch.Tensor | None = None  # the last input
-        self.prior: _Prior | None = None
-        self._whole: torch.Tensor | None = None
-
-    def add(self, terms: Sequence[Term], pool: ThreadPool) -> None:
-        costs = [self.columns - start for start in slab_starts(self.columns)]
-        owners = assign(costs, pool.count)
-        assigned: list[list[FixedOrderSum]] = [[] for _ in range(pool.count)]
-        for slab, owner in zip(self.slabs, owners, strict=True):
-            assigned[owner].append(slab)
-        pool.do((i, functools.partial(self._add, s, terms)) for i, s in enumerate(assigned) if s)
-
-    def _add(self, slabs: Sequence[FixedOrderSum], terms: Iterable[Term]) -> None:
-        for number, x, weights in terms:
-            wide = x.to(self.device, torch.float32)  # one at a time: it may be a copy
-            if weights is not None:
-                wide = wide * weights.to(self.device, torch.float32)[:, None]
-            for slab in slabs:
-                accumulate(slab.partial_sum(number), wide)
-
-    def totals(self) -> list[torch.Tensor]:
-        """Return the slabs of the sum over all tokens, after the last input."""
-        return [slab.total() for slab in self.slabs]
-
-    def diagonal(self) -> torch.Tensor:
-        """Return the diagonal of the matrix, after the last input."""
-        if self._whole is not None:
-            return self._whole.diagonal().clone()
-        found = torch.cat([slab.diagonal() for slab in self.totals()]).to(self.device)
-        if self.prior is not None:
-            found += torch.cat([slab.diagonal() for slab in self.prior.slabs])
-        return found
-
-    def whole(self) -> torch.Tensor:
-        """Return the matrix, (columns, columns), after the last input; frees the slabs."""
-        if self._whole is None:
-            slabs = self.totals()
-            if self.prior is not None:
-                for slab, prior in zip(slabs, self.prior.slabs, strict=True):
-                    slab.add_(prior)
-            self._whole = symmetric(slabs).to(self.device)
-            self.slabs.clear()
-        return self._whole
-
-
-@dataclass(frozen=True)
-class _Prior:
-    """The layer's contribution to an expert's Hessian, and its weight in tokens."""
-
-    slabs: list[torch.Tensor]
-    tokens: int
 
 
 class Hessians:
@@ -119,10 +50,10 @@ class Hessians:
         self.offload = offload
         self.ranks = ranks or Ranks()
         self.pool = pool or ThreadPool()
-        self._queued: dict[_Hessian, list[Term]] = {}
-        self._hessians: dict[str, _Hessian] = {}
+        self._queued: dict[HessianSum, list[Term]] = {}
+        self._hessians: dict[str, HessianSum] = {}
         self._released: dict[str, int] = {}  # token counts of solved modules
-        self._latest: _Hessian | None = None
+        self._latest: HessianSum | None = None
 
     def see(
         self,
@@ -130,15 +61,23 @@ class Hessians:
         x: torch.Tensor,
         partial_sum: int = 0,
         weights: torch.Tensor | None = None,
+        original: torch.Tensor | None = None,
+        batch: int = 0,
     ) -> None:
         """Queue the shared input of modules; `flush` adds it.
 
         partial_sum: index of the batch's partial sum; see `kernels.partial_sums`
         weights:     (tokens,), the router's factors on the outputs; None for 1
+        original:    the input in the unquantized model, to sum the drift; for all batches or none
+        batch:       number of the batch in the run
         """
+        drifts = original is not None
         for name in names:
-            if name in self.modules and (hessian := self._to_add(name, x)) is not None:
-                term = self._term(hessian, x, partial_sum, weights)
+            if name in self.modules and (hessian := self._to_add(name, x, drifts)) is not None:
+                real = _real(x)
+                hessian.tokens += len(real)
+                before = None if original is None else _real(original)
+                term = Term(real, partial_sum, batch, weights, before)
                 self._queued.setdefault(hessian, []).append(term)
 
     @torch.no_grad()
@@ -154,7 +93,7 @@ class Hessians:
             hessian.last = None
         self._latest = None
 
-    def _to_add(self, name: str, x: torch.Tensor) -> _Hessian | None:
+    def _to_add(self, name: str, x: torch.Tensor, drifts: bool) -> HessianSum | None:
         """Return the Hessian to add an input to; None if it contains the input already."""
         hessian = self._hessians.get(name)
         if hessian is None:
@@ -162,7 +101,7 @@ class Hessians:
             if latest is None or latest.last is not x:
                 device = torch.device("cpu") if self.offload else x.device
                 first = partial_sums_of(self.ranks.rank, self.ranks.count).start
-                latest = _Hessian(x.shape[-1], device, first)
+                latest = HessianSum(x.shape[-1], device, first, drifts)
             hessian = self._hessians[name] = latest
         if hessian.last is x:  # already added for a layer that shares it
             return None
@@ -175,14 +114,7 @@ class Hessians:
         self._latest = hessian
         return hessian
 
-    def _term(
-        self, hessian: _Hessian, x: torch.Tensor, partial_sum: int, weights: torch.Tensor | None
-    ) -> Term:
-        real = real_tokens(x, "input").detach().reshape(-1, x.shape[-1])
-        hessian.tokens += len(real)
-        return partial_sum, real, weights
-
-    def _owner(self, hessian: _Hessian) -> str:
+    def _owner(self, hessian: HessianSum) -> str:
         return next(name for name, each in self._hessians.items() if each is hessian)
 
     def tokens(self, name: str) -> int:
@@ -196,26 +128,26 @@ class Hessians:
         """
         if self.ranks.count == 1:
             return
-        known: dict[tuple[str, ...], tuple[int, int]] = {}  # modules that share -> columns, tokens
+        known: dict[tuple[str, ...], tuple[int, int, bool]] = {}  # by the modules that share it
         for shared in self.ranks.gather(self._described()):
-            for names, (columns, tokens) in shared.items():
-                known[names] = (columns, tokens + known.get(names, (0, 0))[1])
+            for names, (columns, tokens, drifts) in shared.items():
+                known[names] = (columns, tokens + known.get(names, (0, 0))[1], drifts)
         if len({name for names in known for name in names}) != sum(map(len, known)):
             raise CalibrationError(
                 "ranks disagree on which modules share an input: "
                 + "; ".join(", ".join(names) for names in known)
             )
         for names in sorted(known):  # the same order on all ranks
-            columns, tokens = known[names]
+            columns, tokens, drifts = known[names]
             mine = self._hessians.get(names[0])
-            partials = [] if mine is None else [slab.partials() for slab in mine.slabs]
-            whole = _Hessian(columns, self._device(names[0]), 0)
+            partials = [] if mine is None else [each.partials() for each in mine.sums()]
+            whole = HessianSum(columns, self._device(names[0]), 0, drifts)
             whole.tokens = tokens
             for owner in sorted({owners[name] for name in names}):
                 for found in self.ranks.collect([[p.on_cpu() for p in s] for s in partials], owner):
                     if owner == self.ranks.rank and found:  # empty from a rank without batches
-                        for slab, sums in zip(whole.slabs, found, strict=True):
-                            slab.extend(sums)
+                        for each, sums in zip(whole.sums(), found, strict=True):
+                            each.extend(sums)
             self._hessians.update(dict.fromkeys(names, whole))
 
     def shrink(self, owners: Mapping[str, int]) -> None:
@@ -232,8 +164,8 @@ class Hessians:
             for names in group.experts.values():
                 hessian = self._hessians.get(names[0])
                 if hessian is None:
-                    hessian = _Hessian(columns, self._device(names[0]), 0)
-                hessian.prior = _Prior(prior, prior_tokens(columns))
+                    hessian = HessianSum(columns, self._device(names[0]), 0)
+                hessian.prior = Prior(prior, prior_tokens(columns))
                 self._hessians.update(dict.fromkeys(names, hessian))
 
     def _prior(
@@ -255,12 +187,13 @@ class Hessians:
                 slab.zero_().diagonal().fill_(float(mean[0]))
         return [slab.to(self._device(names[0])) for slab in total]
 
-    def _described(self) -> dict[tuple[str, ...], tuple[int, int]]:
+    def _described(self) -> dict[tuple[str, ...], tuple[int, int, bool]]:
+        """Return columns, tokens and whether drift is summed, by the modules that share H."""
         hessians: dict[int, list[str]] = {}
         for name, hessian in self._hessians.items():
             hessians.setdefault(id(hessian), []).append(name)
         first = {tuple(names): self._hessians[names[0]] for names in hessians.values()}
-        return {names: (hessian.columns, hessian.tokens) for names, hessian in first.items()}
+        return {names: (each.columns, each.tokens, each.drifts) for names, each in first.items()}
 
     def _device(self, name: str) -> torch.device:
         return torch.device("cpu") if self.offload else self._weight(name).device
@@ -291,3 +224,13 @@ class Hessians:
             return hessian.whole()
         columns = self.columns(name)
         return torch.zeros(columns, columns, device=self._weight(name).device)
+
+    def halves(self, name: str) -> Any:
+        """Return Hessians and drifts of even and odd batches; None where no drift was summed."""
+        hessian = self._hessians.get(name)
+        return None if hessian is None else hessian.halves()
+
+
+def _real(x: torch.Tensor) -> torch.Tensor:
+    """Return the tokens of an input that are not padding, (tokens, columns)."""
+    return real_tokens(x, "input").detach().reshape(-1, x.shape[-1])

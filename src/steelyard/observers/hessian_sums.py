@@ -1,0 +1,153 @@
+"""The sums behind one Hessian: H itself, and the drift of the inputs that it is made of.
+
+H is summed in slabs (`kernels.hessian`), each in the fixed order of `kernels.partial_sums`. Given
+the inputs x of the unquantized model beside those of the quantized one, x^, the drift is summed
+too, (x - x^) x^^T. Even and odd batches have sums of their own, so that each half can judge a fit
+to the other (`kernels.drift`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from steelyard.distributed import ThreadPool, assign
+from steelyard.kernels.hessian import accumulate, empty_slab, slab_starts, symmetric
+from steelyard.kernels.partial_sums import FixedOrderSum
+
+__all__ = ["HessianSum", "Prior", "Term"]
+
+
+@dataclass(frozen=True)
+class Term:
+    """The input of one batch.
+
+    x:           (tokens, columns)
+    partial_sum: index of the batch's partial sum
+    batch:       number of the batch in the run
+    weights:     (tokens,), the router's factors on the outputs; None for 1
+    original:    (tokens, columns), the input in the unquantized model, where it is known
+    """
+
+    x: torch.Tensor
+    partial_sum: int = 0
+    batch: int = 0
+    weights: torch.Tensor | None = None
+    original: torch.Tensor | None = None
+
+
+_Halves = tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+class HessianSum:
+    """One Hessian, and the number of tokens it sums over.
+
+    drifts: whether the drift of the inputs is summed too
+    """
+
+    def __init__(
+        self, columns: int, device: torch.device, first: int, drifts: bool = False
+    ) -> None:
+        self.columns = columns
+        self.device = device
+        self.drifts = drifts
+        starts = slab_starts(columns)
+        empty = functools.partial(empty_slab, columns, device=device)
+        self.slabs = [FixedOrderSum(functools.partial(empty, start), first) for start in starts]
+        self._even: list[FixedOrderSum] = []
+        self._drift: tuple[list[FixedOrderSum], list[FixedOrderSum]] = ([], [])
+        if drifts:
+            self._even = [FixedOrderSum(functools.partial(empty, start), first) for start in starts]
+            for half in self._drift:
+                half += [FixedOrderSum(self._rows(start), first) for start in starts]
+        self.tokens = 0
+        self.last: torch.Tensor | None = None  # the last input
+        self.prior: Prior | None = None
+        self._whole: torch.Tensor | None = None
+        self._halves: _Halves | None = None
+
+    def _rows(self, start: int) -> Callable[[], torch.Tensor]:
+        """Return what makes an empty slab of whole rows."""
+        rows = len(empty_slab(self.columns, start, "meta"))
+        return functools.partial(torch.zeros, rows, self.columns, device=self.device)
+
+    def sums(self) -> list[FixedOrderSum]:
+        """Return all sums, to be joined with those of other ranks."""
+        return [*self.slabs, *self._even, *self._drift[0], *self._drift[1]]
+
+    def add(self, terms: Sequence[Term], pool: ThreadPool) -> None:
+        costs = [self.columns - start for start in slab_starts(self.columns)]
+        if self.drifts:
+            costs = [3 * cost + 4 * self.columns for cost in costs]
+        owners = assign(costs, pool.count)
+        assigned: list[list[int]] = [[] for _ in range(pool.count)]
+        for index, owner in enumerate(owners):
+            assigned[owner].append(index)
+        pool.do((i, functools.partial(self._add, s, terms)) for i, s in enumerate(assigned) if s)
+
+    def _add(self, indices: Sequence[int], terms: Iterable[Term]) -> None:
+        """Add inputs to some of the slabs."""
+        for term in terms:
+            wide = term.x.to(self.device, torch.float32)  # one at a time: it may be a copy
+            if term.weights is not None:
+                wide = wide * term.weights.to(self.device, torch.float32)[:, None]
+            for index in indices:
+                accumulate(self.slabs[index].partial_sum(term.partial_sum), wide)
+            if term.original is not None:
+                self._add_drift(indices, term, wide)
+
+    def _add_drift(self, indices: Sequence[int], term: Term, x: torch.Tensor) -> None:
+        assert term.original is not None
+        off = term.original.to(self.device, torch.float32) - x
+        for index in indices:
+            if term.batch % 2 == 0:
+                accumulate(self._even[index].partial_sum(term.partial_sum), x)
+            slab = self._drift[term.batch % 2][index].partial_sum(term.partial_sum)
+            start = slab_starts(self.columns)[index]
+            slab.addmm_(off[:, start : start + len(slab)].t(), x)
+
+    def totals(self) -> list[torch.Tensor]:
+        """Return the slabs of the sum over all tokens, after the last input."""
+        return [slab.total() for slab in self.slabs]
+
+    def diagonal(self) -> torch.Tensor:
+        """Return the diagonal of the matrix, after the last input."""
+        if self._whole is not None:
+            return self._whole.diagonal().clone()
+        found = torch.cat([slab.diagonal() for slab in self.totals()]).to(self.device)
+        if self.prior is not None:
+            found += torch.cat([slab.diagonal() for slab in self.prior.slabs])
+        return found
+
+    def whole(self) -> torch.Tensor:
+        """Return the matrix, (columns, columns), after the last input; frees the slabs."""
+        if self._whole is None:
+            slabs = self.totals()
+            if self.prior is not None:
+                for slab, prior in zip(slabs, self.prior.slabs, strict=True):
+                    slab.add_(prior)
+            self._whole = symmetric(slabs).to(self.device)
+            self.slabs.clear()
+        return self._whole
+
+    def halves(self) -> _Halves | None:
+        """Return Hessians and drifts of even and odd batches, after the last input."""
+        if self.drifts and self._halves is None:
+            even = symmetric([slab.total() for slab in self._even]).to(self.device)
+            drifts = [torch.cat([slab.total() for slab in half]) for half in self._drift]
+            self._halves = (even, self.whole() - even), (drifts[0], drifts[1])
+            self._even.clear()
+            for half in self._drift:
+                half.clear()
+        return self._halves
+
+
+@dataclass(frozen=True)
+class Prior:
+    """The layer's contribution to an expert's Hessian, and its weight in tokens."""
+
+    slabs: list[torch.Tensor]
+    tokens: int
