@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from steelyard.model.precision import return_memory
 from steelyard.model.restoring import restored_on_error
 from steelyard.model.skeleton import build_skeleton, parts_of
 from steelyard.model.unstacking import Unstacked, unstack
+from steelyard.model.untying import Untied, own_name, untie
 from steelyard.model.written_names import files_of, written_names
 
 __all__ = ["Source"]
@@ -54,6 +55,7 @@ class Source:
         self.keys = keys or {}
         self.joined = joined or {}
         self._stacks: list[Unstacked] = []  # of a loaded module
+        self._untied: list[Untied] = []
         self.loaded_from = loaded_from
 
     @property
@@ -94,7 +96,11 @@ class Source:
         with restored_on_error(self.model):
             self._stacks = unstack(self.model)
             self.keys |= {own: name for stack in self._stacks for own, name in stack.keys.items()}
-            yield
+            try:
+                yield
+            except BaseException:
+                self.tie()
+                raise
 
     def restack(self, quantized: Collection[str]) -> None:
         """Keep stacks of experts as they are where no expert is quantized.
@@ -112,6 +118,33 @@ class Source:
                 self._stacks.remove(stack)
                 for own in stack.keys:
                     del self.keys[own]
+
+    # -- tied heads ---------------------------------------------------------------------------
+
+    def untie(self, heads: Mapping[str, str]) -> None:
+        """Give heads a weight of their own.
+
+        heads: head -> the embedding that it is tied to
+        """
+        done = {each.name for each in self._untied}
+        for head, embedding in heads.items():
+            if head in done:
+                continue
+            weight, stored = f"{head}.weight", self.key(f"{embedding}.weight")
+            own, files = self.keys.get(weight, stored), self.shards or self.loaded_from
+            if isinstance(self.model, FilesModel):
+                own = weight
+            elif own == stored or (files is not None and own not in files):
+                own = own_name(self.model, head, embedding, stored)
+            self.keys[weight] = own
+            if self.shards is not None:
+                self.shards.untie(own, stored)
+            self._untied.append(untie(self.model, head))
+
+    def tie(self) -> None:
+        """Undo `untie` for a module of the caller's."""
+        while self._untied and self.shards is None:
+            self._untied.pop().put_back()
 
     @property
     def origin(self) -> Path | None:

@@ -20,10 +20,7 @@ _USUAL = {
     *("multi_modal_projector", "connector"),
 }
 _AROUND = {"model", "language_model", "mlp", "block_sparse_moe", "feed_forward"}
-_HEADLESS = (
-    "the files hold no weight of a head, which is that of the embedding where they are tied; to "
-    "quantize it, untie them (tie_word_embeddings=False) and save the model first"
-)
+_HEADLESS = "the model has no output head of that name"
 _WORD = re.compile(r"[A-Za-z_]\w*")
 
 

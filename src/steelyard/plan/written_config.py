@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -18,6 +19,8 @@ from steelyard.checkpoint.written import likely_class
 from steelyard.formats import format_of
 from steelyard.formats.table import overall_format
 from steelyard.model.attention import implied_cache_scheme
+from steelyard.model.inputs import output_head
+from steelyard.model.matching import by_all_names
 from steelyard.model.source import Source
 from steelyard.plan.plan import Plan
 
@@ -36,10 +39,12 @@ def written_config(
     plain:  the matrices that are written as they were, by their names in the files
     format: of all quantized weights; None stores each scheme in its own
     """
-    groups = {
-        name: scheme.model_copy(update={"format": _format_of(scheme, format)})
-        for name, scheme in config.config_groups.items()
-    }
+    heads = _head_targets(source, plan)
+    groups = {}
+    for name, scheme in config.config_groups.items():
+        targets = list(dict.fromkeys([*heads.get(name, ()), *scheme.targets]))
+        update = {"format": _format_of(scheme, format), "targets": targets}
+        groups[name] = scheme.model_copy(update=update)
     written = config.model_copy(
         update={
             "config_groups": groups,
@@ -50,6 +55,27 @@ def written_config(
         }
     )
     return {**source.config(), "quantization_config": quantization_config_dict(written)}
+
+
+def _head_targets(source: Source, plan: Plan) -> dict[str, list[str]]:
+    """Return config group -> targets by which a server finds the head that it quantizes.
+
+    vLLM's class of heads is no Linear, and in a model with a tower its head has another name.
+    """
+    head = output_head(source.model)
+    planned = next((p for p in plan.quantized if p.name == head), None)
+    if head is None or planned is None:
+        return {}
+    leaf, targets = head.rpartition(".")[2], planned.scheme.targets
+    nested = isinstance(source.config().get("text_config"), dict)
+    served = f"language_model.{leaf}" if nested else head
+    if any(match_name(served, target) for target in targets):
+        return {}
+    names = [source.module_key(head), source.class_name(head)]
+    pattern = f"re:.*{re.escape(leaf)}$"
+    others = [name for name in by_all_names(source.model) if name not in (head, *names)]
+    ambiguous = any(match_name(other, pattern) for other in others)
+    return {planned.group: list(dict.fromkeys(names)) if ambiguous else [pattern]}
 
 
 def _ignored(
