@@ -288,7 +288,8 @@ def _prepare_model(model: Module, plan: Plan, all_tokens: bool) -> None:
         if isinstance(module, Experts):
             module.all_tokens = all_tokens
     left = [*plan.config.ignore, *(item.name for item in plan.left)]
-    apply_schemes(model, plan.config.model_copy(update={"ignore": left}))
+    groups = {planned.name: planned.group for planned in plan.quantized}
+    apply_schemes(model, plan.config.model_copy(update={"ignore": left}), groups)
     model.apply(disable_quantization)
 
 

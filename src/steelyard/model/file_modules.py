@@ -19,6 +19,7 @@ from torch.nn import Embedding, Linear, Module, Parameter
 from steelyard.checkpoint.view import CheckpointView
 from steelyard.model.matching import is_router
 from steelyard.model.model_class import ModelClass, NoModelClass
+from steelyard.model.unstacking import expert_names
 from steelyard.model.untying import own_name
 
 __all__ = ["FilesModel", "untie_as_written"]
@@ -53,6 +54,7 @@ class FilesModel(Module):
 
     known:       the transformers class; None if there is none, and `unknown` says why
     class_names: module of the files -> its name in the class
+    other_names: the same, with experts that the class stacks
     """
 
     def __init__(self, view: CheckpointView) -> None:
@@ -82,6 +84,7 @@ class FilesModel(Module):
             *path, leaf = name.split(".")
             self._place(path, view, name)._parameters[leaf] = _parameter(view, name)
         self._add_tied_heads(view)
+        self.other_names = {**self.class_names, **_experts(view, self.known)}
         head = None if self.known is None else self.known.head
         self._head = next((file for file, own in self.class_names.items() if own == head), None)
 
@@ -166,6 +169,15 @@ def _class_names(known: ModelClass) -> dict[str, str]:
     weights = [name.removesuffix(".weight") for name in known.places if name.endswith(".weight")]
     pairs = ((name, known.module_name(name)) for name in weights)
     return {name: own for name, own in pairs if own is not None}
+
+
+def _experts(view: CheckpointView, known: ModelClass | None) -> dict[str, str]:
+    """Return expert of the files -> the name that it has when the class runs unstacked."""
+    if known is None or not known.converted:
+        return {}
+    names = expert_names(known.model).items()
+    pairs = {file: own for own, file in names if file in view and own.endswith(".weight")}
+    return {f.removesuffix(".weight"): own.removesuffix(".weight") for f, own in pairs.items()}
 
 
 def _parameter(view: CheckpointView, name: str) -> Parameter:

@@ -20,6 +20,7 @@ from torch.nn import Module, Parameter
 from steelyard.checkpoint import CheckpointView, Shards
 from steelyard.errors import PipelineError
 from steelyard.model.file_modules import FilesModel
+from steelyard.model.matching import name_as_files
 from steelyard.model.model_class import ModelClass, NoModelClass
 from steelyard.model.model_folder import model_folder
 from steelyard.model.precision import return_memory
@@ -74,6 +75,7 @@ class Source:
         folder = model_folder(model, revision)
         shards = CheckpointView(folder)
         skeleton, keys, joined = build_skeleton(folder, shards, trust_remote_code)
+        name_as_files(skeleton, keys)
         return cls(skeleton, shards, keys, joined)
 
     @classmethod
@@ -96,11 +98,13 @@ class Source:
         with restored_on_error(self.model):
             self._stacks = unstack(self.model)
             self.keys |= {own: name for stack in self._stacks for own, name in stack.keys.items()}
+            name_as_files(self.model, self.keys)
             try:
                 yield
             except BaseException:
                 self.tie()
                 raise
+            del self.model.other_names
 
     def restack(self, quantized: Collection[str]) -> None:
         """Keep stacks of experts as they are where no expert is quantized.
@@ -122,14 +126,9 @@ class Source:
     # -- tied heads ---------------------------------------------------------------------------
 
     def untie(self, heads: Mapping[str, str]) -> None:
-        """Give heads a weight of their own.
-
-        heads: head -> the embedding that it is tied to
-        """
-        done = {each.name for each in self._untied}
-        for head, embedding in heads.items():
-            if head in done:
-                continue
+        """Give heads a weight of their own, each tied to an embedding so far."""
+        for head in heads.keys() - {each.name for each in self._untied}:
+            embedding = heads[head]
             weight, stored = f"{head}.weight", self.key(f"{embedding}.weight")
             own, files = self.keys.get(weight, stored), self.shards or self.loaded_from
             if isinstance(self.model, FilesModel):
@@ -204,7 +203,7 @@ class Source:
     def class_name(self, name: str) -> str:
         """Return the name that the class in config.json has for a module of the model."""
         if isinstance(self.model, FilesModel):
-            return self.model.class_names.get(name, name)
+            return self.model.other_names.get(name, name)
         whole = self._whole
         return name if whole is None else whole.module_name(self.module_key(name)) or name
 

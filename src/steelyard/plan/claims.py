@@ -20,7 +20,7 @@ from torch.nn import Embedding, Linear, Module
 
 from steelyard.checkpoint.patterns import slow_pattern
 from steelyard.errors import PlanError
-from steelyard.model.matching import matching_ignore, matching_targets
+from steelyard.model.matching import by_all_names, matching_ignore, matching_targets
 from steelyard.modifiers import Modifier
 from steelyard.words import count
 
@@ -106,9 +106,7 @@ def refuse_slow_patterns(
     patterns = [t for c in claims for s in c.groups.values() for t in s.targets]
     patterns += [pattern for claim in claims for pattern in claim.config.ignore]
     patterns += [pattern for modifier in modifiers for pattern in modifier.patterns()]
-    names = [name for name, _ in model.named_modules()]
-    names += getattr(model, "class_names", {}).values()
-    problem = slow_pattern(patterns, names)
+    problem = slow_pattern(patterns, list(by_all_names(model)))
     if problem is not None:
         raise PlanError(problem)
 

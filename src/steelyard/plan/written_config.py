@@ -21,6 +21,7 @@ from steelyard.formats.table import overall_format
 from steelyard.model.attention import implied_cache_scheme
 from steelyard.model.inputs import output_head
 from steelyard.model.matching import by_all_names
+from steelyard.model.module_names import targets_for
 from steelyard.model.source import Source
 from steelyard.plan.plan import Plan
 
@@ -42,7 +43,8 @@ def written_config(
     heads = _head_targets(source, plan)
     groups = {}
     for name, scheme in config.config_groups.items():
-        targets = list(dict.fromkeys([*heads.get(name, ()), *scheme.targets]))
+        own = _found_targets(source, plan, name, scheme.targets)
+        targets = list(dict.fromkeys([*heads.get(name, ()), *own]))
         update = {"format": _format_of(scheme, format), "targets": targets}
         groups[name] = scheme.model_copy(update=update)
     written = config.model_copy(
@@ -76,6 +78,24 @@ def _head_targets(source: Source, plan: Plan) -> dict[str, list[str]]:
     others = [name for name in by_all_names(source.model) if name not in (head, *names)]
     ambiguous = any(match_name(other, pattern) for other in others)
     return {planned.group: list(dict.fromkeys(names)) if ambiguous else [pattern]}
+
+
+def _found_targets(source: Source, plan: Plan, group: str, targets: list[str]) -> list[str]:
+    """Return the targets of a config group, with more where they match only other names.
+
+    vLLM has the names of the files, transformers those of the class.
+    """
+    modules = dict(source.model.named_modules())
+    members = [planned.name for planned in plan.quantized if planned.group == group]
+    others = modules.keys() - set(members)
+    found = list(targets)
+    for naming in (source.module_key, source.class_name):
+        exact, loose = set(found), [t for t in found if t not in modules]
+        pairs = [(naming(name), modules[name]) for name in members]
+        missing = [n for n, m in pairs if n not in exact and not is_match(n, m, loose)]
+        if missing:
+            found += targets_for(sorted(missing), {naming(name) for name in others})
+    return found
 
 
 def _ignored(
