@@ -57,12 +57,12 @@ def tied_errors(model: Any, plan: Plan) -> Iterator[str]:
     tied = tied_modules(model)
     weighed = {p.name for p in plan.quantized if p.scheme.weights is not None}
     for name in sorted(weighed & tied.keys() - plan.untied.keys()):
-        problem = untying_problem(model)
+        other, problem = tied[name], untying_problem(model)
         if problem is not None:
-            remedy = f", and {problem}; add it to ignore"
+            yield f"{name} shares its weight with {other}, and {problem}; add it to ignore"
         else:
-            remedy = (
-                f"; target {tied[name]} instead, which unties them, or untie them first "
-                "(tie_word_embeddings=False, with a head of its own) and save the model"
+            yield (
+                f"{name} shares its weight with {other}; target {other} instead, which unties "
+                "them, or untie them first (tie_word_embeddings=False, with a head of its own) and "
+                "save the model"
             )
-        yield f"{name} shares its weight with {tied[name]}{remedy}"
