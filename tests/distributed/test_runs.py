@@ -105,6 +105,9 @@ PLAIN = {
     "QuantizationModifier": {"ignore": ["lm_head"], "config_groups": {"all": group("optimal")}}
 }
 
+UNTIED = {"GPTQModifier": {"config_groups": {"all": group("optimal")}}}
+UNTIED_PLAIN = {"QuantizationModifier": {"config_groups": {"all": group("optimal")}}}
+
 
 @Modifier.register("NudgeModifier")
 class NudgeModifier(QuantizationModifier):
@@ -156,6 +159,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "static, loaded": (STATIC, {"loaded": True}),
     "images, not in every sample": (SEEN, {"model": "llava", "dataset": pictures()}),
     "images, gptq": (GPTQ, {"model": "llava", "dataset": pictures()}),
+    "a tied head, gptq": (UNTIED, {"model": "tied"}),
+    "a tied head, stream": (UNTIED_PLAIN, {"model": "tied", "dataset": None}),
     "experts, gptq": (GPTQ, {"model": "experts"}),
     "experts, static": (SEEN, {"model": "experts"}),
     "experts, importance": (WEIGHED, {"model": "experts", "dataset": token_batches()[:1]}),
@@ -176,6 +181,7 @@ def quantize(case: str, folder: Path, output: Path) -> Any:
 
 def make_source(folder: Path) -> None:
     small_model("llama").save_pretrained(folder / "model")
+    small_model("llama", tie_word_embeddings=True).save_pretrained(folder / "tied")
     multimodal_model("llava").save_pretrained(folder / "llava")
     saved("qwen3_moe", folder / "experts")
 

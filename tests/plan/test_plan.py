@@ -298,8 +298,12 @@ def test_observers_that_observe_nothing_are_warned_of(
 
 def test_tied_embeddings() -> None:
     model = small_model("llama", tie_word_embeddings=True)
-    only(plan_of(model, scheme="FP8_DYNAMIC").errors, "lm_head", "embed_tokens", "ignore")
-    assert plan_of(model, scheme="FP8_DYNAMIC", ignore=["lm_head"]).errors == []
+    both = plan_of(model, scheme="W4A16", targets=["lm_head", "Embedding"], group_size=32)
+    only(both.errors, "model.embed_tokens shares its weight with lm_head", "target lm_head instead")
+    untied = plan_of(model, scheme="FP8_DYNAMIC")
+    assert untied.errors == [] and untied.untied == {"lm_head": "model.embed_tokens"}
+    kept = plan_of(model, scheme="FP8_DYNAMIC", ignore=["lm_head"])
+    assert kept.errors == [] and kept.untied == {}
 
 
 def test_half_of_a_fused_layer() -> None:

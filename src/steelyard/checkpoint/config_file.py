@@ -31,6 +31,7 @@ __all__ = [
     "read_config",
     "read_quantization",
     "text_config",
+    "untied_config",
     "write_config",
 ]
 
@@ -73,6 +74,17 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
     """Return the part of the settings that describes the language model."""
     inner = config.get("text_config")
     return inner if isinstance(inner, dict) else config
+
+
+def untied_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings whose output head is not tied to the embedding.
+
+    transformers reads `tie_word_embeddings` of the whole model, vLLM that of the language model.
+    """
+    untied: dict[str, Any] = {**config, "tie_word_embeddings": False}
+    if isinstance(config.get("text_config"), dict):
+        untied["text_config"] = {**config["text_config"], "tie_word_embeddings": False}
+    return untied
 
 
 def named_dtype(config: Mapping[str, Any]) -> torch.dtype | None:

@@ -36,6 +36,7 @@ from steelyard.checkpoint.scale_values import (
 from steelyard.checkpoint.shards import Shards
 from steelyard.checkpoint.structure import Structure
 from steelyard.checkpoint.untrusted_files import read_json
+from steelyard.checkpoint.view import CheckpointView
 from steelyard.checkpoint.written import WrittenCheckpoint
 from steelyard.errors import CheckpointError
 from steelyard.words import count
@@ -171,7 +172,7 @@ def check_checkpoint(
                     f"{count(len(changed), 'tensor')} that the run changed, such as "
                     f"{min(changed)}: compared with the source by type and shape alone"
                 )
-            found.problems += _settings(written, source.folder, provenance, found.notes)
+            found.problems += _settings(written, source, provenance, found.notes)
     return found
 
 
@@ -220,20 +221,21 @@ def _whole(
 
 
 def _settings(
-    written: WrittenCheckpoint, source: Path, provenance: Provenance | None, notes: list[str]
+    written: WrittenCheckpoint, source: Shards, provenance: Provenance | None, notes: list[str]
 ) -> Iterator[str]:
     """Compare config.json and tokenizer with the source's.
 
     After a run that read this source they must be equal; another writer may save them differently.
     """
-    try:
-        settings = read_config(source)
+    folder = source.folder
+    try:  # a view's are as they are after untying
+        settings = source.config if isinstance(source, CheckpointView) else read_config(folder)
     except CheckpointError as error:
         notes.append(f"settings were not compared: {error}")
         return
     origin = provenance.source if provenance is not None else None
-    complete = origin is not None and origin == source_of(source)
+    complete = origin is not None and origin == source_of(folder)
     if origin is not None and not complete:
-        notes.append(f"{source} is not the folder that {PROVENANCE} describes; its files differ")
+        notes.append(f"{folder} is not the folder that {PROVENANCE} describes; its files differ")
     yield from same_config(written.config, settings, complete)
-    yield from same_files(written.shards.folder, source, complete)
+    yield from same_files(written.shards.folder, folder, complete)

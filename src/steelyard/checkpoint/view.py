@@ -1,9 +1,10 @@
 """A checkpoint's tensors as a quantizer needs them: 2-D weights in a float type.
 
 Two kinds of source store something else. FP8 checkpoints hold blocks of codes with a
-`weight_scale_inv` each; the view reads them as the type that the config names. Mixture-of-experts
-models may stack all experts in one tensor; the view has separate weights for each expert, under the
-names that servers use. Tensors are converted when they are read, one at a time.
+`weight_scale_inv` each; here they read as the type that the config names. Mixture-of-experts models
+may stack all experts in one tensor; here each expert has weights of its own, under the names that
+servers know. A head that is tied to the embedding gets a name of its own when it is untied. Tensors
+are converted when they are read, one at a time.
 """
 
 from __future__ import annotations
@@ -16,7 +17,12 @@ from typing import Any
 
 import torch
 
-from steelyard.checkpoint.config_file import named_dtype, read_config, text_config
+from steelyard.checkpoint.config_file import (
+    named_dtype,
+    read_config,
+    text_config,
+    untied_config,
+)
 from steelyard.checkpoint.expert_stacks import PAIRS, Stack, is_turned, parts_of_stack
 from steelyard.checkpoint.shards import PIECE, Shards, TensorInfo
 from steelyard.errors import CheckpointError
@@ -79,6 +85,14 @@ class CheckpointView(Shards):
             raw = memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
             for start in range(0, len(raw), PIECE):
                 yield raw[start : start + PIECE]
+
+    def untie(self, name: str, other: str) -> None:
+        """Give a tied tensor a name of its own, under which it reads as `other`."""
+        if name not in self._infos:
+            self._infos[name] = replace(self._infos[other], name=name)
+            if other in self._made:
+                self._made[name] = self._made[other]
+        self.config = untied_config(self.config)
 
     # -- FP8 in blocks ------------------------------------------------------------------------
 

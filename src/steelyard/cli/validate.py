@@ -82,6 +82,7 @@ def _check(folder: Path, origin: Path | None, full: bool) -> Findings:
     from steelyard.errors import CheckpointError
     from steelyard.fusion import fused_groups
     from steelyard.model.class_loading import loading_problems, tied_problems
+    from steelyard.model.file_modules import untie_as_written
 
     try:
         written = WrittenCheckpoint(folder, None)
@@ -94,6 +95,7 @@ def _check(folder: Path, origin: Path | None, full: bool) -> Findings:
         view = CheckpointView(origin)
         for stack in [each for each in view.stacks if each.name in written.shards]:
             view.restack(stack)
+        untie_as_written(view, written.schemes)
     found = check_checkpoint(
         folder,
         source=view,

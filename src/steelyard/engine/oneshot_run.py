@@ -34,6 +34,7 @@ from steelyard.model.model_folder import model_name
 from steelyard.model.source import Source
 from steelyard.observers.calibration import Calibration
 from steelyard.plan.plan import Plan
+from steelyard.plan.tied_weights import untying_notes
 from steelyard.recipes import load_recipe
 
 __all__ = ["AddReport", "OneshotRun"]
@@ -82,12 +83,13 @@ class OneshotRun:
         plan = plan_run(options, self.recipe, self.algorithms, self.source, self.propagate)
         given = options.model if isinstance(options.model, Module) else None
         self.result = Result(plan, self.recipe, model=given, source=model_name(options.model))
-        self.result.notes += plan.warnings
+        self.result.notes += [*untying_notes(plan), *plan.warnings]
         self.result.warnings += plan.warnings
         if self._shown and (options.dry_run or not plan.errors):  # raised below
             announce(str(plan))
         if options.dry_run:
             self.source.restack([])
+            self.source.tie()
         else:
             plan.require()
 
@@ -283,7 +285,8 @@ def _prepare_model(model: Module, plan: Plan, all_tokens: bool) -> None:
         if isinstance(module, Experts):
             module.all_tokens = all_tokens
     left = [*plan.config.ignore, *(item.name for item in plan.left)]
-    apply_schemes(model, plan.config.model_copy(update={"ignore": left}))
+    groups = {planned.name: planned.group for planned in plan.quantized}
+    apply_schemes(model, plan.config.model_copy(update={"ignore": left}), groups)
     model.apply(disable_quantization)
 
 

@@ -53,6 +53,8 @@ def plan_run(
     """Return the plan of a run, with its errors and costs."""
     plan = make_plan(source.model, modifiers=recipe.modifiers)
     source.restack([planned.name for planned in plan.quantized])
+    if not plan.errors:
+        source.untie(plan.untied)
     files = source.shards
     if files is not None and streams(options, recipe, algorithms):
         plan.budget = budget_of(files, jobs_of(files, plan))

@@ -177,6 +177,7 @@ def compare(
         if not case.refused:
             plan.quantized = [_weights_alone(p) for p in plan.quantized]
             source.restack([planned.name for planned in plan.quantized])
+            source.untie(plan.untied)
     tasks = [
         (case, _jobs(view, plan, wanted))
         for case, plan in zip(cases, plans, strict=True)

@@ -223,6 +223,13 @@ def _initialization(known: ModelClass, schemes: Mapping[str, QuantizationScheme]
                 with torch.no_grad():
                     owner[name]._init_weights(module)
             except AttributeError as error:
+                if "weight" in str(error) and isinstance(module, Embedding):
+                    yield (
+                        f"cannot load the packed embedding {name} ({error}); vLLM reads a token "
+                        "embedding of packed integers. In 8-bit floats it loads in transformers, "
+                        "but not in vLLM"
+                    )
+                    return
                 if "weight" in str(error):
                     yield (
                         f"cannot load packed weights of a {type(known.model).__name__}: it looks "

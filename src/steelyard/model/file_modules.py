@@ -9,6 +9,7 @@ weight. The plan lists the inferred modules.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,8 +19,10 @@ from torch.nn import Embedding, Linear, Module, Parameter
 from steelyard.checkpoint.view import CheckpointView
 from steelyard.model.matching import is_router
 from steelyard.model.model_class import ModelClass, NoModelClass
+from steelyard.model.unstacking import expert_names
+from steelyard.model.untying import own_name
 
-__all__ = ["FilesModel"]
+__all__ = ["FilesModel", "untie_as_written"]
 
 _EMBEDDING = re.compile(r"embed|^wte$|^wpe$|relative_attention_bias")
 _NORM = re.compile(r"norm|^ln_?\d*$|^ln_")
@@ -51,6 +54,7 @@ class FilesModel(Module):
 
     known:       the transformers class; None if there is none, and `unknown` says why
     class_names: module of the files -> its name in the class
+    other_names: the same, with experts that the class stacks
     """
 
     def __init__(self, view: CheckpointView) -> None:
@@ -75,12 +79,14 @@ class FilesModel(Module):
             for weight in stack.experts
         }
         self.class_names = {} if self.known is None else _class_names(self.known)
-        head = None if self.known is None else self.known.head
-        self._head = next((file for file, own in self.class_names.items() if own == head), None)
         self.all_tied_weights_keys = _tied(view, self.known)
         for name in view.names():
             *path, leaf = name.split(".")
             self._place(path, view, name)._parameters[leaf] = _parameter(view, name)
+        self._add_tied_heads(view)
+        self.other_names = {**self.class_names, **_experts(view, self.known)}
+        head = None if self.known is None else self.known.head
+        self._head = next((file for file, own in self.class_names.items() if own == head), None)
 
     def _place(self, path: list[str], view: CheckpointView, name: str) -> Module:
         """Return the module that a tensor belongs to, and create its parents as needed."""
@@ -93,6 +99,22 @@ class FilesModel(Module):
             node = child
         return node
 
+    def _add_tied_heads(self, view: CheckpointView) -> None:
+        """Add heads that are in no file, since their weight is the embedding's."""
+        own_names = _own_names(self.known)
+        for name, other in self.all_tied_weights_keys.items():
+            own = own_names.get(name, name).removesuffix(".weight")
+            linear = self.known is None or self.known.is_linear(own)
+            if name in view or other not in view or not linear:
+                continue
+            *path, leaf = name.removesuffix(".weight").split(".")
+            parent = self._place(path, view, name)
+            if leaf not in parent._modules:
+                head = parent._modules[leaf] = Linear(1, 1, bias=False, device="meta")
+                head._parameters["weight"] = self.get_parameter(other)
+                if self.known is not None:
+                    self.class_names[name.removesuffix(".weight")] = own
+
     def get_output_embeddings(self) -> Module | None:
         """Return the output head; None if the class does not name it."""
         return None if self._head is None else self.get_submodule(self._head)
@@ -103,7 +125,8 @@ class FilesModel(Module):
         if known is None:
             return True
         weight = f"{name}.weight"
-        return not any(weight in names for names in (known.places, known.converted, self._cut))
+        places = (known.places, known.converted, self._cut)
+        return name not in self.class_names and not any(weight in names for names in places)
 
 
 def _class_of(view: CheckpointView, prefix: str, leaf: str, known: ModelClass | None) -> Module:
@@ -148,22 +171,56 @@ def _class_names(known: ModelClass) -> dict[str, str]:
     return {name: own for name, own in pairs if own is not None}
 
 
+def _experts(view: CheckpointView, known: ModelClass | None) -> dict[str, str]:
+    """Return expert of the files -> the name that it has when the class runs unstacked."""
+    if known is None or not known.converted:
+        return {}
+    names = expert_names(known.model).items()
+    pairs = {file: own for own, file in names if file in view and own.endswith(".weight")}
+    return {f.removesuffix(".weight"): own.removesuffix(".weight") for f, own in pairs.items()}
+
+
 def _parameter(view: CheckpointView, name: str) -> Parameter:
     info = view.info(name)
     return Parameter(torch.empty(info.shape, dtype=info.dtype, device="meta"), requires_grad=False)
 
 
 def _tied(view: CheckpointView, known: ModelClass | None) -> dict[str, str]:
-    """Return tied tensors, under their names in the files where they are stored."""
+    """Return tied tensors, under their names in the files, or those that they would have there."""
     if known is not None:
-        stored = known.file_names()
+        files = known.file_names()
+        own = {class_name: name for name, class_name in _own_names(known).items()}
         pairs = dict(getattr(known.model, "all_tied_weights_keys", None) or {})
-        files = [(stored.get(str(a), str(a)), stored.get(str(b), str(b))) for a, b in pairs.items()]
-        return dict(files)
+        return {own.get(str(a), str(a)): files.get(str(b), str(b)) for a, b in pairs.items()}
     tied = view.config.get("tie_word_embeddings", view.text_config.get("tie_word_embeddings"))
     heads = [n for n in view.names() if n.endswith("lm_head.weight")] or ["lm_head.weight"]
     embeddings = [n for n in view.names() if n.endswith(("embed_tokens.weight", "wte.weight"))]
     return {heads[0]: embeddings[0]} if tied is True and embeddings else {}
+
+
+def _own_names(known: ModelClass | None) -> dict[str, str]:
+    """Return the names in files of tied tensors -> their names in the class."""
+    if known is None:
+        return {}
+    files = known.file_names()
+    found: dict[str, str] = {}
+    for name, other in dict(getattr(known.model, "all_tied_weights_keys", None) or {}).items():
+        if name in files:
+            found[files[name]] = name
+        elif other in files:
+            head, embedding = name.removesuffix(".weight"), other.removesuffix(".weight")
+            found[own_name(known.model, head, embedding, files[other])] = name
+    return found
+
+
+def untie_as_written(view: CheckpointView, quantized: Collection[str]) -> None:
+    """Untie the heads of a source that a checkpoint made of it holds quantized.
+
+    quantized: modules of the checkpoint
+    """
+    for name, other in FilesModel(view).all_tied_weights_keys.items():
+        if name.removesuffix(".weight") in quantized and other in view:
+            view.untie(name, other)
 
 
 def _count(value: Any) -> int:

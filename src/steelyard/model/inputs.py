@@ -17,6 +17,7 @@ __all__ = [
     "call_options",
     "check_inputs",
     "hidden_of",
+    "input_embedding",
     "output_head",
     "padding_mask",
     "padding_of",
@@ -84,6 +85,18 @@ def output_head(model: Any) -> str | None:
     except (AttributeError, NotImplementedError):
         return None
     return next((n for n, m in model.named_modules() if head is not None and m is head), None)
+
+
+def input_embedding(model: Any) -> str | None:
+    """Return the name of the token embedding; None if the model does not tell."""
+    owner = getattr(getattr(model, "known", None), "model", model)  # the class, for bare files
+    try:
+        found = owner.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+    name = next((n for n, m in owner.named_modules() if m is found), None)
+    files = {own: file for file, own in getattr(model, "class_names", {}).items()}
+    return None if name is None else files.get(name, name)
 
 
 def hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

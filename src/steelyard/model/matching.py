@@ -7,7 +7,7 @@ matches the output head, whatever the class calls it, unless a target names that
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from compressed_tensors.utils.match import is_match, match_name, match_targets
@@ -21,6 +21,7 @@ __all__ = [
     "matches",
     "matching_ignore",
     "matching_targets",
+    "name_as_files",
 ]
 
 HEAD = "lm_head"
@@ -45,8 +46,21 @@ def matches(model: Any, name: str, module: Module, pattern: str) -> bool:
 def by_all_names(model: Any) -> dict[str, Module]:
     """Return the modules of a model under each of their names."""
     modules = dict(model.named_modules())
-    others = getattr(model, "class_names", {}).items()
-    return {**modules, **{own: modules[name] for name, own in others}}
+    others = getattr(model, "other_names", {}).items()
+    return {**modules, **{new: modules[own] for own, new in others if own in modules}}
+
+
+def name_as_files(model: Any, keys: Mapping[str, str]) -> None:
+    """Let targets and ignores match the modules of a model by their names in the files as well.
+
+    keys: tensor of the model -> its name in the files
+    """
+    weights = {own: name for own, name in keys.items() if own.endswith(".weight")}
+    model.other_names = {
+        own.removesuffix(".weight"): name.removesuffix(".weight")
+        for own, name in weights.items()
+        if own != name and name.endswith(".weight")
+    }
 
 
 def matching_targets(model: Any, name: str, module: Module, targets: Sequence[str]) -> list[str]:
@@ -73,7 +87,7 @@ def matching_ignore(
 
 
 def _names(model: Any, name: str) -> tuple[str, ...]:
-    other = getattr(model, "class_names", {}).get(name)
+    other = getattr(model, "other_names", {}).get(name)
     return (name,) if other in (None, name) else (name, other)
 
 

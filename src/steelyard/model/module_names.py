@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import TypeVar
 
-__all__ = ["NUMBER", "grouped", "label_of"]
+__all__ = ["NUMBER", "grouped", "label_of", "targets_for"]
 
 T = TypeVar("T")
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole part of a dotted name
@@ -26,6 +26,21 @@ def grouped(
     for item in items:
         found.setdefault((NUMBER.sub("#", name(item)), alike(item)), []).append(item)
     return [(label_of([name(item) for item in members]), members) for members in found.values()]
+
+
+def targets_for(names: Iterable[str], others: Collection[str]) -> list[str]:
+    """Return targets that match `names`, but none of `others`.
+
+    >>> targets_for(["a.0.x", "a.1.x", "b"], others=["a.0.y"])
+    ['re:.*a\\\\.\\\\d+\\\\.x$', 'b']
+    """
+    found: list[str] = []
+    for _, members in grouped(names, name=str, alike=lambda name: None):
+        numbered = r"\d+".join(map(re.escape, NUMBER.split(members[0])))
+        pattern = f".*{numbered}$"
+        alone = len(members) == 1 or any(re.match(pattern, other) for other in others)
+        found += members if alone else [f"re:{pattern}"]
+    return found
 
 
 def label_of(names: Sequence[str]) -> str:

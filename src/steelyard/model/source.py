@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,14 @@ from torch.nn import Module, Parameter
 from steelyard.checkpoint import CheckpointView, Shards
 from steelyard.errors import PipelineError
 from steelyard.model.file_modules import FilesModel
+from steelyard.model.matching import name_as_files
 from steelyard.model.model_class import ModelClass, NoModelClass
 from steelyard.model.model_folder import model_folder
 from steelyard.model.precision import return_memory
 from steelyard.model.restoring import restored_on_error
 from steelyard.model.skeleton import build_skeleton, parts_of
 from steelyard.model.unstacking import Unstacked, unstack
+from steelyard.model.untying import Untied, own_name, untie
 from steelyard.model.written_names import files_of, written_names
 
 __all__ = ["Source"]
@@ -54,6 +56,7 @@ class Source:
         self.keys = keys or {}
         self.joined = joined or {}
         self._stacks: list[Unstacked] = []  # of a loaded module
+        self._untied: list[Untied] = []
         self.loaded_from = loaded_from
 
     @property
@@ -72,6 +75,7 @@ class Source:
         folder = model_folder(model, revision)
         shards = CheckpointView(folder)
         skeleton, keys, joined = build_skeleton(folder, shards, trust_remote_code)
+        name_as_files(skeleton, keys)
         return cls(skeleton, shards, keys, joined)
 
     @classmethod
@@ -94,7 +98,13 @@ class Source:
         with restored_on_error(self.model):
             self._stacks = unstack(self.model)
             self.keys |= {own: name for stack in self._stacks for own, name in stack.keys.items()}
-            yield
+            name_as_files(self.model, self.keys)
+            try:
+                yield
+            except BaseException:
+                self.tie()
+                raise
+            del self.model.other_names
 
     def restack(self, quantized: Collection[str]) -> None:
         """Put back stacks of experts in which no expert is quantized.
@@ -112,6 +122,28 @@ class Source:
                 self._stacks.remove(stack)
                 for own in stack.keys:
                     del self.keys[own]
+
+    # -- tied heads ---------------------------------------------------------------------------
+
+    def untie(self, heads: Mapping[str, str]) -> None:
+        """Give heads a weight of their own, each tied to an embedding so far."""
+        for head in heads.keys() - {each.name for each in self._untied}:
+            embedding = heads[head]
+            weight, stored = f"{head}.weight", self.key(f"{embedding}.weight")
+            own, files = self.keys.get(weight, stored), self.shards or self.loaded_from
+            if isinstance(self.model, FilesModel):
+                own = weight
+            elif own == stored or (files is not None and own not in files):
+                own = own_name(self.model, head, embedding, stored)
+            self.keys[weight] = own
+            if self.shards is not None:
+                self.shards.untie(own, stored)
+            self._untied.append(untie(self.model, head))
+
+    def tie(self) -> None:
+        """Undo `untie` for a module of the caller's."""
+        while self._untied and self.shards is None:
+            self._untied.pop().put_back()
 
     @property
     def origin(self) -> Path | None:
@@ -171,7 +203,7 @@ class Source:
     def class_name(self, name: str) -> str:
         """Return the name that the class in config.json has for a module of the model."""
         if isinstance(self.model, FilesModel):
-            return self.model.class_names.get(name, name)
+            return self.model.other_names.get(name, name)
         whole = self._whole
         return name if whole is None else whole.module_name(self.module_key(name)) or name
 

@@ -19,7 +19,7 @@ from torch.nn import Linear, Module, Parameter
 from steelyard.checkpoint.expert_stacks import parts_of_stack
 from steelyard.model.experts import Expert, Experts
 
-__all__ = ["Unstacked", "unstack"]
+__all__ = ["Unstacked", "expert_names", "unstack"]
 
 _WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 _LEAVES = {
@@ -59,6 +59,14 @@ def unstack(model: Any) -> list[Unstacked]:
         parent._modules[name.rpartition(".")[2]] = experts
         done.append(Unstacked(parent, name, module, experts, stored[name]))
     return done
+
+
+def expert_names(model: Any) -> dict[str, str]:
+    """Return the weights that experts would have after `unstack` -> their names in files."""
+    stacks = {name: module for name, module in model.named_modules() if _is_stack(module)}
+    return {
+        own: name for names in _stored_names(model, stacks).values() for own, name in names.items()
+    }
 
 
 # -- the form of a stack --------------------------------------------------------------------

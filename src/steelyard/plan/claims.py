@@ -17,11 +17,20 @@ from compressed_tensors.quantization import (
 )
 from torch.nn import Embedding, Linear, Module
 
-from steelyard.model.matching import matching_ignore, matching_targets
+from steelyard.checkpoint.patterns import slow_pattern
+from steelyard.errors import PlanError
+from steelyard.model.matching import by_all_names, matching_ignore, matching_targets
 from steelyard.modifiers import Modifier
 from steelyard.words import count
 
-__all__ = ["Claim", "Match", "claims_of", "cross_claims", "merged_config"]
+__all__ = [
+    "Claim",
+    "Match",
+    "claims_of",
+    "cross_claims",
+    "merged_config",
+    "refuse_slow_patterns",
+]
 
 
 @dataclass(frozen=True)
@@ -87,6 +96,18 @@ def _unused(name: str, taken: set[str]) -> str:
         free, number = f"group_{number}", number + 1
     taken.add(free)
     return free
+
+
+def refuse_slow_patterns(
+    model: Any, claims: Sequence[Claim], modifiers: Sequence[Modifier]
+) -> None:
+    """Raise before anything is matched: an expression that backtracks for years cannot be ended."""
+    patterns = [t for c in claims for s in c.groups.values() for t in s.targets]
+    patterns += [pattern for claim in claims for pattern in claim.config.ignore]
+    patterns += [pattern for modifier in modifiers for pattern in modifier.patterns()]
+    problem = slow_pattern(patterns, list(by_all_names(model)))
+    if problem is not None:
+        raise PlanError(problem)
 
 
 def cross_claims(

@@ -16,7 +16,6 @@ import torch
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from torch.nn import Embedding, Linear, Module, MultiheadAttention
 
-from steelyard.checkpoint.patterns import slow_pattern
 from steelyard.errors import PlanError
 from steelyard.foreign import printable
 from steelyard.formats import TensorSpec, expected_tensors, format_of
@@ -25,8 +24,15 @@ from steelyard.model.matching import is_named, is_router
 from steelyard.modifiers import Modifier
 from steelyard.names import WEIGHT_OBSERVER
 from steelyard.observers import Observer
-from steelyard.plan.claims import Claim, claims_of, cross_claims, merged_config
+from steelyard.plan.claims import (
+    Claim,
+    claims_of,
+    cross_claims,
+    merged_config,
+    refuse_slow_patterns,
+)
 from steelyard.plan.problems import errors_of, warnings_of
+from steelyard.plan.tied_weights import TiedHeads, untying_notes
 from steelyard.words import count, duration, size
 
 __all__ = ["Left", "Plan", "Planned", "make_plan", "search_time"]
@@ -74,6 +80,7 @@ class Plan:
 
     config: QuantizationConfig
     quantized: list[Planned] = field(default_factory=list)
+    untied: dict[str, str] = field(default_factory=dict)  # head -> the embedding it was tied to
     attention: list[str] = field(default_factory=list)
     attention_modifier: int = 0  # index in the recipe of the one that quantizes attention states
     left: list[Left] = field(default_factory=list)
@@ -139,6 +146,7 @@ class Plan:
             lines.append(f"  {group}: {len(members)} as {format_of(members[0].scheme)}")
         if self.attention:
             lines.append(f"{count(len(self.attention), 'attention module')} with quantized states")
+        lines += untying_notes(self)
         for reason in dict.fromkeys(left.reason for left in self.left):
             names = [left.name for left in self.left if left.reason == reason]
             shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
@@ -164,16 +172,17 @@ def make_plan(
     modifiers: modifiers of the recipe; each also checks the plan
     """
     claims = claims_of(config, modifiers)
-    _refuse_slow_patterns(model, claims, modifiers)
+    refuse_slow_patterns(model, claims, modifiers)
     plan = Plan(QuantizationConfig(config_groups={}))
     owners: dict[int, str] = {}  # id of a parameter -> the first module that has it
     shared: dict[tuple[str, str], list[str]] = {}  # modules of two modifiers
-    uncalled = _uncalled(model)
+    uncalled, tied = _uncalled(model), TiedHeads(model)
     for name, module in model.named_modules():
         matches = [claim.match(model, name, module) for claim in claims]
         taken = [match for match in matches if match.taken]
-        routes = isinstance(module, Linear) and is_router(name)
-        if routes:  # the target Linear does not mean routers
+        unasked = tied.refusal(name) if taken else None
+        unasked = _ROUTES if isinstance(module, Linear) and is_router(name) else unasked
+        if unasked:  # target Linear means what it computes with, not where tokens go
             taken = [match for match in taken if is_named(model, name, match.hits)]
         if len(taken) > 1 and isinstance(module, (Linear, Embedding)):
             labels = (taken[0].claim.label, taken[1].claim.label)
@@ -192,10 +201,11 @@ def make_plan(
         else:
             hits = [hit for match in matches for hit in match.hits]
             ignored = next((m.ignored for m in matches if m.ignored is not None), None)
-            why = _UNCALLED if module in uncalled else _ROUTES if routes else None
+            why = _UNCALLED if module in uncalled else unasked
             plan.left += _left(name, module, hits, ignored, owners, why)
         for parameter in module._parameters.values():
             owners.setdefault(id(parameter), name)
+    plan.untied = tied.untied(plan)
     plan.config = merged_config(model, claims, {p.name: p.group for p in plan.quantized})
     if plan.config.kv_cache_scheme is not None or plan.config.config_groups:
         plan.attention = _attention_modules(model, plan.config)
@@ -225,20 +235,6 @@ def _attention_modifier(claims: Sequence[Claim]) -> int:
     return next((c.modifier for c in [*caching, *targeting, *claims]), 0)
 
 
-def _refuse_slow_patterns(
-    model: Any, claims: Sequence[Claim], modifiers: Sequence[Modifier]
-) -> None:
-    """Raise for expressions that backtrack for years, before any matching: it cannot be stopped."""
-    patterns = [t for c in claims for s in c.groups.values() for t in s.targets]
-    patterns += [pattern for claim in claims for pattern in claim.config.ignore]
-    patterns += [pattern for modifier in modifiers for pattern in modifier.patterns()]
-    names = [name for name, _ in model.named_modules()]
-    names += getattr(model, "class_names", {}).values()
-    problem = slow_pattern(patterns, names)
-    if problem is not None:
-        raise PlanError(problem)
-
-
 def _left(
     name: str,
     module: Module,
@@ -254,6 +250,7 @@ def _left(
         nbytes = _bytes(parameter.dtype, parameter.shape)
         if id(parameter) in owners:
             reason, nbytes = f"the weight of {owners[id(parameter)]}, which is stored once", 0
+            reason = why if why and hits and ignored is None else reason
         elif parameter.ndim > 2:
             reason = f"a {parameter.ndim}-D parameter; only 2-D weights of Linear are quantized"
         elif ignored is not None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-from torch.nn import Embedding, Module
+from torch.nn import Module
 
 from steelyard.errors import StrategyError
 from steelyard.formats import stored_as
@@ -18,12 +18,13 @@ from steelyard.fusion import fused_groups, shared_parameters
 from steelyard.kernels.scale_blocks import divides
 from steelyard.model.attention import attention_group, cached_attention
 from steelyard.model.matching import by_all_names
-from steelyard.model.model_class import tied_modules
 from steelyard.modifiers import Modifier
 from steelyard.observers.helpers import check_strategy
 from steelyard.observers.type_checks import check_type
 from steelyard.plan.divisibility import indivisible_blocks, indivisible_groups
+from steelyard.plan.embedding_checks import embedding_errors, embedding_warnings
 from steelyard.plan.expert_checks import expert_problems
+from steelyard.plan.tied_weights import tied_errors
 from steelyard.plan.unmatched import nothing_quantized, unmatched_ignores, unmatched_targets
 from steelyard.words import count
 
@@ -63,8 +64,8 @@ def errors_of(
         yield "no modifier of the recipe quantizes: add one that does, such as QuantizationModifier"
     elif not plan.quantized and not plan.attention:
         yield nothing_quantized(model)
-    yield from _quantized_token_ids(plan, modules)
-    yield from _tied(model, plan)
+    yield from embedding_errors(plan, model)
+    yield from tied_errors(model, plan)
     yield from _half_fused(modules, plan)
     bypass = any(modifier.allows_padding for modifier in modifiers)
     yield from indivisible_groups(plan, bypass)
@@ -89,6 +90,7 @@ def warnings_of(plan: Plan, model: Any, modifiers: Sequence[Modifier]) -> Iterat
             f"{stacked[0].shape}, {share:.0%} of the model, not quantized"
         )
     yield from _inferred_from_names(plan, model)
+    yield from embedding_warnings(plan, model)
     yield from _indivisible_in_parallel(plan)
 
 
@@ -147,16 +149,6 @@ def _args(scheme: QuantizationScheme) -> list[tuple[str, QuantizationArgs]]:
         ("output", scheme.output_activations),
     ]
     return [(label, args) for label, args in pairs if args is not None]
-
-
-def _quantized_token_ids(plan: Plan, modules: dict[str, Module]) -> Iterator[str]:
-    for planned in plan.quantized:
-        embeds = isinstance(modules[planned.name], Embedding)
-        if embeds and planned.scheme.input_activations is not None:
-            yield (
-                f"{planned.name} is an Embedding, and its input, token ids, cannot be quantized: "
-                f"give it a scheme without input_activations, or remove it from {planned.group}"
-            )
 
 
 # -- attention --------------------------------------------------------------------------------
@@ -222,15 +214,6 @@ def _no_scheme_for_attention(scheme: QuantizationScheme) -> str | None:
 
 
 # -- layers that belong together --------------------------------------------------------------
-
-
-def _tied(model: Any, plan: Plan) -> Iterator[str]:
-    tied = tied_modules(model)
-    for name in sorted({p.name for p in plan.quantized} & tied.keys()):
-        yield (
-            f"{name} shares its weight with {tied[name]}; add it to ignore, or untie them "
-            "(tie_word_embeddings=False) and save the model first"
-        )
 
 
 def _half_fused(modules: dict[str, Module], plan: Plan) -> Iterator[str]:

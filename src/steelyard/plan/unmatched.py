@@ -20,10 +20,7 @@ _USUAL = {
     *("multi_modal_projector", "connector"),
 }
 _AROUND = {"model", "language_model", "mlp", "block_sparse_moe", "feed_forward"}
-_HEADLESS = (
-    "the files have no lm_head weight; if it is tied to the embedding, untie them "
-    "(tie_word_embeddings=False) and save the model first to quantize it"
-)
+_HEADLESS = "the model has no output head of that name"
 _WORD = re.compile(r"[A-Za-z_]\w*")
 
 

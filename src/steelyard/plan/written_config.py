@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -18,6 +19,9 @@ from steelyard.checkpoint.written import likely_class
 from steelyard.formats import format_of
 from steelyard.formats.table import overall_format
 from steelyard.model.attention import implied_cache_scheme
+from steelyard.model.inputs import output_head
+from steelyard.model.matching import by_all_names
+from steelyard.model.module_names import targets_for
 from steelyard.model.source import Source
 from steelyard.plan.plan import Plan
 
@@ -36,10 +40,13 @@ def written_config(
     plain:  the matrices that are written unquantized, by their names in the files
     format: format of all quantized weights; None uses that of each scheme
     """
-    groups = {
-        name: scheme.model_copy(update={"format": _format_of(scheme, format)})
-        for name, scheme in config.config_groups.items()
-    }
+    heads = _head_targets(source, plan)
+    groups = {}
+    for name, scheme in config.config_groups.items():
+        own = _found_targets(source, plan, name, scheme.targets)
+        targets = list(dict.fromkeys([*heads.get(name, ()), *own]))
+        update = {"format": _format_of(scheme, format), "targets": targets}
+        groups[name] = scheme.model_copy(update=update)
     written = config.model_copy(
         update={
             "config_groups": groups,
@@ -50,6 +57,45 @@ def written_config(
         }
     )
     return {**source.config(), "quantization_config": quantization_config_dict(written)}
+
+
+def _head_targets(source: Source, plan: Plan) -> dict[str, list[str]]:
+    """Return config group -> targets by which a server finds the head that it quantizes.
+
+    vLLM's class of heads is no Linear, and in a model with a tower its head has another name.
+    """
+    head = output_head(source.model)
+    planned = next((p for p in plan.quantized if p.name == head), None)
+    if head is None or planned is None:
+        return {}
+    leaf, targets = head.rpartition(".")[2], planned.scheme.targets
+    nested = isinstance(source.config().get("text_config"), dict)
+    served = f"language_model.{leaf}" if nested else head
+    if any(match_name(served, target) for target in targets):
+        return {}
+    names = [source.module_key(head), source.class_name(head)]
+    pattern = f"re:.*{re.escape(leaf)}$"
+    others = [name for name in by_all_names(source.model) if name not in (head, *names)]
+    ambiguous = any(match_name(other, pattern) for other in others)
+    return {planned.group: list(dict.fromkeys(names)) if ambiguous else [pattern]}
+
+
+def _found_targets(source: Source, plan: Plan, group: str, targets: list[str]) -> list[str]:
+    """Return the targets of a config group, with more where they match only other names.
+
+    vLLM has the names of the files, transformers those of the class.
+    """
+    modules = dict(source.model.named_modules())
+    members = [planned.name for planned in plan.quantized if planned.group == group]
+    others = modules.keys() - set(members)
+    found = list(targets)
+    for naming in (source.module_key, source.class_name):
+        exact, loose = set(found), [t for t in found if t not in modules]
+        pairs = [(naming(name), modules[name]) for name in members]
+        missing = [n for n, m in pairs if n not in exact and not is_match(n, m, loose)]
+        if missing:
+            found += targets_for(sorted(missing), {naming(name) for name in others})
+    return found
 
 
 def _ignored(
