@@ -162,7 +162,7 @@ def test_attention_alone() -> None:
         ({"output_activations": ATTENTION}, "quantized by input_activations"),
         (
             {"input_activations": {"num_bits": 8, "strategy": "group", "group_size": 16}},
-            "it takes tensor, attn_head",
+            "use tensor, attn_head",
         ),
     ],
 )

@@ -24,13 +24,13 @@ def embedding_errors(plan: Plan, model: Any) -> Iterator[str]:
         if planned.scheme.input_activations is not None:
             yield (
                 f"{planned.name} is an Embedding, and its input, token ids, cannot be quantized: "
-                f"give it a scheme without input_activations, or take it out of {planned.group}"
+                f"give it a scheme without input_activations, or remove it from {planned.group}"
             )
         elif stored_as(planned.scheme).is_packed and not _is_served(planned, model):
             yield (
                 f"{planned.name} is an Embedding, which neither vLLM nor transformers reads as "
                 f"{format_of(planned.scheme)}: vLLM reads the token embedding as {_SERVED}, "
-                "transformers any in 8-bit floats; choose one of them, or take it out of "
+                "transformers any in 8-bit floats; choose one of them, or remove it from "
                 f"{planned.group}"
             )
 
