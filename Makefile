@@ -23,7 +23,7 @@ OLDEST_TESTS := $(wildcard tests/observers tests/conformance tests/properties te
 OLDEST_TESTS += tests/algorithms/test_gptq.py  # which stores g_idx only there
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest browser clang check docs bench e2e clean
+.PHONY: help demo test test-oldest browser clang check docs bench e2e experts clean
 
 # One thread per test process, or the workers fight over the cores.
 test test-oldest: export OMP_NUM_THREADS := 1
@@ -91,6 +91,10 @@ endif
 e2e: $(READY) $(VLLM)/.installed  ## compare vLLM with transformers: MODEL=folder [TEXT=file]
 	$(VENV)/bin/python benchmarks/serving.py $(MODEL) --server $(VLLM)/bin/python \
 		$(if $(TEXT),--text $(TEXT)) --json benchmarks/results/serving-$(notdir $(MODEL:/=)).json
+
+experts: $(READY) $(VLLM)/.installed  ## let vLLM load quantized experts of each family
+	$(VENV)/bin/python benchmarks/expert_loading.py --server $(VLLM)/bin/python \
+		--json benchmarks/results/expert-loading.json
 
 clean:  ## remove environments, builds and caches
 	rm -rf $(VENV) $(OLDEST) $(BENCH) $(VLLM) $(DOCS) build dist

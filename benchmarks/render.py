@@ -110,6 +110,34 @@ def serving_table(found: dict) -> str:
     return "\n".join(lines)
 
 
+def expert_loading_table(found: dict) -> str:
+    versions, results = found["versions"], found["results"]
+    columns = list(dict.fromkeys(r["scheme"] for r in results))
+    ok = [r for r in results if r["result"] == "ok"]
+    tensors, experts = (sum(r[kind] for r in ok) for kind in ("tensors", "of experts"))
+    lines = [
+        f"vLLM {versions['vllm']}; small random models of transformers "
+        f"{versions['transformers']}. {len(ok)} checkpoints are ok, with {tensors:,} tensors, "
+        f"{experts:,} of them of experts.",
+        "",
+        f"| family | {' | '.join(columns)} |",
+        "|---" * (len(columns) + 1) + "|",
+    ]
+    reasons: dict[str, int] = {}
+    for family in dict.fromkeys(r["family"] for r in results):
+        cells = []
+        for r in (r for r in results if r["family"] == family):
+            if "reason" in r:
+                number = reasons.setdefault(r["reason"], len(reasons) + 1)
+                cells.append(f"{r['result']} ({number})")
+            else:
+                cells.append(r["result"])
+        lines.append(f"| {family} | {' | '.join(cells)} |")
+    lines.append("")
+    lines += [f"{number}. {reason}" for reason, number in reasons.items()]
+    return "\n".join(lines)
+
+
 def whole_run_table(found: dict) -> str:
     versions = found["versions"]
     lines = [
@@ -251,6 +279,7 @@ TABLES = {
     "quality": quality_table,
     "negative": negative_scales_table,
     "serving": serving_table,
+    "expert-loading": expert_loading_table,
     "whole": whole_run_table,
 }
 
@@ -259,7 +288,7 @@ def main() -> None:
     page = HERE / "README.md"
     text = page.read_text(encoding="utf-8")
     for path in sorted((HERE / "results").glob("*.json")):
-        kind = path.stem.partition("-")[0]
+        kind = path.stem if path.stem in TABLES else path.stem.partition("-")[0]
         if kind not in TABLES:  # of another page, such as the demo's model
             continue
         table = TABLES[kind](json.loads(path.read_text(encoding="utf-8")))

@@ -178,6 +178,19 @@ def test_gptq_and_streaming_are_those_that_were_measured() -> None:
         assert case.split(",")[0] in streamed
 
 
+def test_experts_load_as_the_page_says() -> None:
+    results = result("expert-loading")["results"]
+    assert {r["result"] for r in results} <= {"ok", "refused"}, "nothing else may be published"
+    quantized = [
+        r for r in results if r["result"] == "ok" and r["scheme"] not in ("bf16", "the rest")
+    ]
+    families = {r["family"] for r in quantized}
+    text = " ".join(section(page("experts"), "## Names, and what cannot be served").split())
+    assert f"small models of {len(families)} families in" in text
+    for scheme in {r["scheme"] for r in quantized}:
+        assert scheme in text, scheme
+
+
 def _numbers_called(tree: Any, name: str) -> Iterator[float]:
     if isinstance(tree, dict):
         for key, value in tree.items():

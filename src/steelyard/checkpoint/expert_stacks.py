@@ -23,8 +23,8 @@ _PARTS = {
     "up_proj": (".", ("up_proj.weight",)),
     "down_proj": (".", ("down_proj.weight",)),
     "down_proj_bias": (".", ("down_proj.bias",)),
-    "input_linear.weight": (".experts.", ("w1.weight", "w3.weight")),
-    "output_linear.weight": (".experts.", ("w2.weight",)),
+    "input_linear.weight": (".experts.", ("gate_proj.weight", "up_proj.weight")),
+    "output_linear.weight": (".experts.", ("down_proj.weight",)),
 }
 
 

@@ -1,4 +1,4 @@
-"""Finds groups and blocks that do not divide the columns of a weight, and sizes that do."""
+"""Finds groups and blocks that do not divide a weight, whole or split, and sizes that do."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from steelyard.modifiers.schemes import has_free_groups
 if TYPE_CHECKING:
     from steelyard.plan.plan import Plan, Planned
 
-__all__ = ["indivisible_blocks", "indivisible_groups"]
+__all__ = ["indivisible_blocks", "indivisible_groups", "indivisible_in_parallel"]
 
 _SIZES = (128, 64, 32, 16)  # group sizes that servers support, largest first
 _BYPASS = "; bypass_divisibility_checks applies to blocks, but no format stores part of a group"
+# Layers that tensor parallelism splits along their input.
+_ROW_PARALLEL = ("o_proj", "down_proj", "out_proj", "dense", "w2", "fc2", "wo")
+_PARALLEL = (2, 4, 8)
 
 
 def indivisible_groups(plan: Plan, bypass: bool) -> Iterator[str]:
@@ -52,6 +55,19 @@ def indivisible_blocks(plan: Plan) -> Iterator[str]:
             )
 
 
+def indivisible_in_parallel(plan: Plan) -> Iterator[str]:
+    """Yield one sentence for all layers that have the same name and the same problem."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for planned in plan.quantized:
+        problem = _uneven_share(planned)
+        if problem is not None:
+            leaf = planned.name.rpartition(".")[2]
+            alike.setdefault((leaf, problem), []).append(planned.name)
+    for (leaf, problem), names in alike.items():
+        others = f" ({len(names)} modules, such as {names[0]})" if len(names) > 1 else ""
+        yield f"{leaf if others else names[0]}: {problem}{others}"
+
+
 def _by_config_group(plan: Plan) -> Iterator[list[Planned]]:
     for name in dict.fromkeys(planned.group for planned in plan.quantized):
         members = [p for p in plan.quantized if p.group == name and 0 not in p.shape]
@@ -85,3 +101,23 @@ def _remedy(args: QuantizationArgs, widths: list[int]) -> str:
         )
     others = f" (or {', '.join(map(str, fitting[1:]))})" if fitting[1:] else ""
     return f"use group_size={fitting[0]}{others}, which divides {listed}, or ignore them"
+
+
+def _uneven_share(planned: Planned) -> str | None:
+    weights = planned.scheme.weights
+    if weights is None:
+        return None
+    rows, columns = planned.shape
+    by_input = planned.name.rpartition(".")[2] in _ROW_PARALLEL
+    unit, size = (weights.group_size or 1, columns) if by_input else (1, rows)
+    if weights.strategy == "block":
+        unit = weights.block_structure[1 if by_input else 0]
+    bad = [n for n in _PARALLEL if divides(unit, size) and not divides(n * unit, size)]
+    if not bad:
+        return None
+    side = "columns" if by_input else "rows"
+    return (
+        f"{size} {side} do not divide over {bad[0]} processes "
+        f"{f'in units of {unit} ' if unit > 1 else ''}under tensor parallelism; serve it with fewer"
+        f"{', or choose a smaller group size' if by_input and weights.group_size else ''}"
+    )

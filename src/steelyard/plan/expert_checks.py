@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch.nn import Linear, Module
 
@@ -14,9 +14,12 @@ if TYPE_CHECKING:
 
 __all__ = ["expert_problems"]
 
+_WITHOUT_INPUT_GLOBAL_SCALE = ("granitemoehybrid",)
+"""Model types whose class in vLLM 0.32 has no place for `input_global_scale` of experts."""
 
-def expert_problems(modules: Mapping[str, Module], plan: Plan) -> Iterator[str]:
-    """Yield an error for each layer whose experts have a bias, or different schemes.
+
+def expert_problems(model: Any, modules: Mapping[str, Module], plan: Plan) -> Iterator[str]:
+    """Yield an error for each layer whose experts vLLM cannot read: a bias, different schemes.
 
     vLLM stacks the experts of a layer and applies the scheme of the first to all. It supports a
     bias only in the MXFP4 of gpt-oss, which is not a format of compressed-tensors.
@@ -41,6 +44,7 @@ def expert_problems(modules: Mapping[str, Module], plan: Plan) -> Iterator[str]:
                 f"experts of {layer} belong to different config groups, but the server stacks "
                 "them: put them into one group"
             )
+    yield from _without_place(model, layers, plan)
     if biased:
         more = f" and {len(biased) - 1} more" if len(biased) > 1 else ""
         yield (
@@ -48,3 +52,20 @@ def expert_problems(modules: Mapping[str, Module], plan: Plan) -> Iterator[str]:
             "compressed-tensors: vLLM reads them only stacked, in the MXFP4 that the model was "
             "published in; add 're:.*\\.experts\\..*' to ignore"
         )
+
+
+def _without_place(model: Any, layers: Mapping[str, list[str]], plan: Plan) -> Iterator[str]:
+    known = getattr(getattr(model, "known", None), "model", model)  # the class, for bare files
+    kind = getattr(getattr(known, "config", None), "model_type", None)
+    if kind not in _WITHOUT_INPUT_GLOBAL_SCALE:
+        return
+    schemes = {planned.name: planned.scheme for planned in plan.quantized}
+    for layer, names in layers.items():
+        scheme = schemes.get(names[0])
+        inputs = scheme.input_activations if scheme is not None else None
+        if inputs is not None and inputs.strategy == "tensor_group":
+            yield (
+                f"{layer}: vLLM 0.32 fails on input_global_scale of experts when it loads a "
+                f"{type(known).__name__}; use NVFP4A16, or add 're:.*\\.experts\\..*' to ignore"
+            )
+            return

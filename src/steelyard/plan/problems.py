@@ -15,15 +15,19 @@ from steelyard.errors import StrategyError
 from steelyard.formats import stored_as
 from steelyard.formats.tensor_names import SCALE
 from steelyard.fusion import fused_groups, shared_parameters
-from steelyard.kernels.scale_blocks import divides
 from steelyard.model.attention import attention_group, cached_attention
 from steelyard.model.matching import by_all_names
 from steelyard.modifiers import Modifier
 from steelyard.observers.helpers import check_strategy
 from steelyard.observers.type_checks import check_type
-from steelyard.plan.divisibility import indivisible_blocks, indivisible_groups
+from steelyard.plan.divisibility import (
+    indivisible_blocks,
+    indivisible_groups,
+    indivisible_in_parallel,
+)
 from steelyard.plan.embedding_checks import embedding_errors, embedding_warnings
 from steelyard.plan.expert_checks import expert_problems
+from steelyard.plan.state_space_checks import unserved_mixers
 from steelyard.plan.tied_weights import tied_errors
 from steelyard.plan.unmatched import nothing_quantized, unmatched_ignores, unmatched_targets
 from steelyard.words import count
@@ -33,10 +37,6 @@ if TYPE_CHECKING:
     from steelyard.plan.plan import Plan, Planned
 
 __all__ = ["errors_of", "warnings_of"]
-
-# Layers that tensor parallelism splits along their input.
-_ROW_PARALLEL = ("o_proj", "down_proj", "out_proj", "dense", "w2", "fc2", "wo")
-_PARALLEL = (2, 4, 8)
 
 
 def errors_of(
@@ -56,7 +56,7 @@ def errors_of(
         yield from modifier.checks(plan, model)
     yield from unmatched_targets(named, targets)
     yield from unmatched_ignores(named, ignores)
-    yield from expert_problems(modules, plan)
+    yield from expert_problems(model, modules, plan)
     yield from _unstorable(plan)
     yield from _inputs_alone(plan)
     yield from _unsupported_attention(plan, model, modules)
@@ -91,7 +91,8 @@ def warnings_of(plan: Plan, model: Any, modifiers: Sequence[Modifier]) -> Iterat
         )
     yield from _inferred_from_names(plan, model)
     yield from embedding_warnings(plan, model)
-    yield from _indivisible_in_parallel(plan)
+    yield from indivisible_in_parallel(plan)
+    yield from unserved_mixers(dict(model.named_modules()), plan)
 
 
 def _inferred_from_names(plan: Plan, model: Any) -> Iterator[str]:
@@ -245,39 +246,3 @@ def _unreadable(planned: Planned) -> Iterator[str]:
     args = planned.scheme.weights
     if args is not None and (problem := stored_as(planned.scheme).problem(args, planned.shape)):
         yield f"{planned.name}: {problem}"
-
-
-# -- sizes ------------------------------------------------------------------------------------
-
-
-def _indivisible_in_parallel(plan: Plan) -> Iterator[str]:
-    """Warn of layers that tensor parallelism cannot split, once per layer name and problem."""
-    alike: dict[tuple[str, str], list[str]] = {}
-    for planned in plan.quantized:
-        problem = _uneven_share(planned)
-        if problem is not None:
-            leaf = planned.name.rpartition(".")[2]
-            alike.setdefault((leaf, problem), []).append(planned.name)
-    for (leaf, problem), names in alike.items():
-        others = f" ({len(names)} modules, such as {names[0]})" if len(names) > 1 else ""
-        yield f"{leaf if others else names[0]}: {problem}{others}"
-
-
-def _uneven_share(planned: Planned) -> str | None:
-    weights = planned.scheme.weights
-    if weights is None:
-        return None
-    rows, columns = planned.shape
-    by_input = planned.name.rpartition(".")[2] in _ROW_PARALLEL
-    unit, size = (weights.group_size or 1, columns) if by_input else (1, rows)
-    if weights.strategy == "block":
-        unit = weights.block_structure[1 if by_input else 0]
-    bad = [n for n in _PARALLEL if divides(unit, size) and not divides(n * unit, size)]
-    if not bad:
-        return None
-    side = "columns" if by_input else "rows"
-    return (
-        f"{size} {side} do not divide over {bad[0]} processes "
-        f"{f'in units of {unit} ' if unit > 1 else ''}under tensor parallelism; serve it with fewer"
-        f"{', or choose a smaller group size' if by_input and weights.group_size else ''}"
-    )
