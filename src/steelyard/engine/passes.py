@@ -203,21 +203,34 @@ class Passes:
         budget = holding_budget(self.solver.device)
         with (
             computing_in(part.root, self.dtype, without=modules),
-            contextlib.ExitStack() as solved,
+            contextlib.ExitStack() as rounded,
             Staged(parts, flow.forwards, flow.tokens, budget, self.pool) as staged,
         ):
             for index, stage in enumerate(stages):
-                found |= self._stage(part, flow, staged, index, stage)
+                found |= self._stage(part, flow, staged, index, stage, rounded)
                 return_memory()  # of Hessians, before wider weights take theirs
-                solved.enter_context(rounded_once(stage.modules.values(), self.dtype))
+                # batches that wait have passed the stages before; those that start again have not
+                first = index if staged.holds_all else 0
+                for each in stages[first : index + 1]:
+                    rounded.enter_context(rounded_once(each.modules.values(), self.dtype))
             with contextlib.closing(staged.finish()) as outputs:
                 flow.take(outputs)
         return found
 
     def _stage(
-        self, part: Part, flow: Flow, staged: Staged[Any], index: int, stage: Stage
+        self,
+        part: Part,
+        flow: Flow,
+        staged: Staged[Any],
+        index: int,
+        stage: Stage,
+        rounded: contextlib.ExitStack,
     ) -> dict[str, ModuleResult]:
-        """Run all batches up to a stage, and solve its modules."""
+        """Run all batches up to a stage, and solve its modules.
+
+        rounded: holds the weights of the stages before in the type to compute in; closed when the
+                 batches have passed them, so that they take no memory while modules are solved
+        """
         solved: set[str] = set()
         routed = stage.names if stage.point is not None else ()
         with Calibration(part.root, part.name, None, stage.names, routed) as calibration:
@@ -229,6 +242,7 @@ class Passes:
                 stage.show(x, calibration, work, Moment(*flow.places[index]))
 
             staged.run_to(index, see, work.flush)
+            rounded.close()
             found = self.solver.solve(block, work)
             part.changed.update(name for name in solved if not _is_solved(name, calibration))
             return found

@@ -152,6 +152,11 @@ class Staged(Generic[T]):
                 yield ended.output
 
     @property
+    def holds_all(self) -> bool:
+        """Whether every batch waits, so that none starts again from the layer's input."""
+        return len(self._held) == len(self.forwards)
+
+    @property
     def rate(self) -> float:
         """The most bytes that a batch held for each of its tokens."""
         return max(self._rates.values())
