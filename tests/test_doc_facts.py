@@ -185,7 +185,7 @@ def test_experts_load_as_the_page_says() -> None:
         r for r in results if r["result"] == "ok" and r["scheme"] not in ("bf16", "the rest")
     ]
     families = {r["family"] for r in quantized}
-    text = " ".join(section(page("experts"), "## Names, and what cannot be served").split())
+    text = " ".join(section(page("experts"), "## Names and limits").split())
     assert f"small models of {len(families)} families in" in text
     for scheme in {r["scheme"] for r in quantized}:
         assert scheme in text, scheme

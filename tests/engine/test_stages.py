@@ -20,6 +20,7 @@ from steelyard.distributed import ThreadPool
 from steelyard.engine import passes
 from steelyard.engine.parts import Flow, Part
 from steelyard.engine.passes import Passes
+from steelyard.engine.solving import Solver
 from steelyard.engine.stage_order import find_stages
 from steelyard.engine.stages import (
     Staged,
@@ -430,6 +431,37 @@ def test_every_module_runs_once_for_each_batch_and_memory_changes_no_bit(
     again = 3 * 3 + 2 * 1 + 1 * 2  # q, k and v for three stages more, o for two, gate and up
     assert counts[0] == 2 * (7 + again) * 8
     assert counts[UNLIMITED] < counts[300_000] < counts[0]
+
+
+@pytest.mark.parametrize("budget", [UNLIMITED, 0])
+def test_weights_are_wide_only_where_batches_are_still_to_pass(
+    budget: int, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None while modules are solved; those of one stage where every batch waits behind others."""
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    layer, wide = model.model.layers[1], []
+
+    def noting(kind: str, method: Any) -> Any:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            names = [name for stage in STAGES for name in stage]
+            found = [n for n in names if layer.get_submodule(n).weight.dtype == torch.float32]
+            wide.append((kind, found))
+            return method(*args, **kwargs)
+
+        return noted
+
+    monkeypatch.setattr("steelyard.engine.run.fast_dtype", lambda *_: torch.float32)
+    monkeypatch.setattr(passes, "holding_budget", lambda _device: budget)
+    monkeypatch.setattr(Solver, "solve", noting("solve", Solver.solve))
+    monkeypatch.setattr(Staged, "run_to", noting("run", Staged.run_to))
+    monkeypatch.setattr(Staged, "finish", noting("run", Staged.finish))
+    oneshot(model, GPTQModifier(config_groups=groups(), ignore=["lm_head"]), tokens())
+    expected: list[tuple[str, list[str]]] = [("run", [])]
+    for index in range(4):
+        passed = STAGES[0 if budget == 0 else index : index + 1]
+        expected += [("solve", []), ("run", [name for stage in passed for name in stage])]
+    assert wide[9:] == expected, "of the second layer"
+    assert all(found == [] for _, found in wide[:9])
 
 
 @pytest.mark.parametrize("family", [f for f in CONFIGS if f != "gpt2"])  # which has no Linear

@@ -75,6 +75,20 @@ def test_the_models_forward_runs_no_more_often_than_it_must(
     assert found == forwards
 
 
+def test_layers_between_which_nothing_is_computed_need_no_forward() -> None:
+    """Qwen3-VL: a forward for each feature of the tower, and each layer that adds one."""
+    options = MODELS["qwen3_vl"][2]
+    vision = {**options["vision_config"], "depth": 6, "deepstack_visual_indexes": [1, 3]}
+    text = {**options["text_config"], "num_hidden_layers": 5}
+    model = multimodal_model("qwen3_vl", vision_config=vision, text_config=text)
+    samples = samples_for_model("qwen3_vl", count=1)
+    expected = [out.logits for out in plain_outputs(model, samples)]
+    forwards: list[int] = []
+    found = [out.logits for out in run_in_sequence(Source.open(model), samples, forwards)]
+    assert_close(found, expected, rtol=0, atol=0)
+    assert forwards == [0, 2, 4, 6, 7, 8], "6 layers of the tower, then 5 of the decoder"
+
+
 def test_batches_with_and_without_images_run_together() -> None:
     model = multimodal_model("llava")
     batches = [*samples_for_model("llava"), {"input_ids": torch.arange(3, 20)[None]}]

@@ -21,6 +21,7 @@ from steelyard.checkpoint.weight_errors import relative_error, weight_error
 from steelyard.fusion import fused_groups
 from steelyard.kernels.drift import shifted_weight
 from steelyard.kernels.gptq_rounding import GPTQResult, activation_order, solve
+from steelyard.model.precision import return_memory
 from steelyard.modifiers import GPTQModifier
 from steelyard.modifiers.gptq import REGROUPING
 from steelyard.observers.hessians import Hessians
@@ -79,7 +80,10 @@ class GPTQ(Nearest):
             for name in mine:
                 self._regroup(state, name)
         results = super().solve(block, state)
-        for some in _rounds(mine, state, _AT_ONCE * block.pool.count):
+        rounds = list(_rounds(mine, state, _AT_ONCE * block.pool.count))
+        for some in rounds:
+            if len(rounds) > 1:  # of experts: what one round frees, threads of the next cannot fill
+                return_memory()
             for name in some:
                 state.halves(name)
                 state.hessian(name)  # computed here: threads that share it would compute it twice

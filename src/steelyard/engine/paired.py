@@ -20,7 +20,7 @@ from steelyard.engine.stages import Staged, holding_budget
 from steelyard.engine.unquantized_copy import unquantized_copy
 from steelyard.model.precision import computing_in
 
-__all__ = ["paired", "quantized", "with_originals"]
+__all__ = ["paired", "quantized", "run_originals", "with_originals"]
 
 
 @contextlib.contextmanager
@@ -55,6 +55,14 @@ def paired(
         for module in modules:
             cast.enter_context(computing_in(module, dtype))
         yield staged
+
+
+def run_originals(part: Part, flow: Flow, pool: ThreadPool, dtype: torch.dtype | None) -> None:
+    """Run only the batches of the unquantized model, through a part that is not solved yet."""
+    calls = (functools.partial(run, part.root) for run in flow.originals)
+    with computing_in(part.root, dtype), contextlib.closing(pool.begin(enumerate(calls))) as found:
+        for index, output in enumerate(found):
+            flow.put_original(index, output)
 
 
 def with_originals(see: Callable[[int, Any, Any], None]) -> Callable[[int, Any], None]:

@@ -20,7 +20,7 @@ from steelyard.algorithms import Block, ModuleResult
 from steelyard.distributed import ThreadPool
 from steelyard.engine.block_work import Moment, Work
 from steelyard.engine.observing import observe
-from steelyard.engine.paired import paired, quantized, with_originals
+from steelyard.engine.paired import paired, quantized, run_originals, with_originals
 from steelyard.engine.parts import Flow, Part
 from steelyard.engine.showing import Stage, points_of, showing, stages_of
 from steelyard.engine.solving import Solver
@@ -58,12 +58,12 @@ class Passes:
         for algorithm in self.solver.transforms:
             self._transform(algorithm, part, flow)
         if not with_schemes(part.root, part.name, part.without):
-            self._run_originals(part, flow)
+            run_originals(part, flow, self.pool, self.dtype)
             self._unquantized(part, flow)
             return {}
         stages = self._stages(part, flow) if flow.collect is not None else None
         if stages is None or not self.solver.solving_needs("staged"):
-            self._run_originals(part, flow)
+            run_originals(part, flow, self.pool, self.dtype)
             return self._in_passes(part, flow, stages)
         return self._in_stages(part, flow, stages)
 
@@ -98,13 +98,6 @@ class Passes:
             outputs = self.pool.begin(enumerate(flow.forwards))
             with contextlib.closing(outputs):
                 flow.collect(outputs)
-
-    def _run_originals(self, part: Part, flow: Flow) -> None:
-        """Run the batches of the unquantized model, where no module needs its inputs there."""
-        with computing_in(part.root, self.dtype):
-            calls = (functools.partial(run, part.root) for run in flow.originals)
-            for index, output in enumerate(self.pool.begin(enumerate(calls))):
-                flow.put_original(index, output)
 
     # -- transforms ---------------------------------------------------------------------------
 
@@ -211,21 +204,34 @@ class Passes:
         found: dict[str, ModuleResult] = {}
         with (
             computing_in(part.root, self.dtype, without=modules),
-            contextlib.ExitStack() as solved,
+            contextlib.ExitStack() as rounded,
             paired(part, flow, stages, self.pool, self.dtype, self.solver.device) as staged,
         ):
             for index, stage in enumerate(stages):
-                found |= self._stage(part, flow, staged, index, stage)
+                found |= self._stage(part, flow, staged, index, stage, rounded)
                 return_memory()  # of Hessians, before wider weights need more
-                solved.enter_context(rounded_once(stage.modules.values(), self.dtype))
+                # batches that wait have passed the stages before; those that start again have not
+                first = index if staged.holds_all else 0
+                for each in stages[first : index + 1]:
+                    rounded.enter_context(rounded_once(each.modules.values(), self.dtype))
             with contextlib.closing(staged.finish()) as outputs:
                 flow.collect(quantized(outputs, flow))
         return found
 
     def _stage(
-        self, part: Part, flow: Flow, staged: Staged[Any], index: int, stage: Stage
+        self,
+        part: Part,
+        flow: Flow,
+        staged: Staged[Any],
+        index: int,
+        stage: Stage,
+        rounded: contextlib.ExitStack,
     ) -> dict[str, ModuleResult]:
-        """Run all batches up to a stage, and solve its modules."""
+        """Run all batches up to a stage, and solve its modules.
+
+        rounded: holds the weights of the stages before in the type to compute in; closed when the
+                 batches have passed them, so that they take no memory while modules are solved
+        """
         solved: set[str] = set()
         routed = stage.names if stage.point is not None else ()
         with Calibration(part.root, part.name, None, stage.names, routed) as calibration:
@@ -237,6 +243,7 @@ class Passes:
                 stage.show(x, calibration, work, Moment(*flow.places[index]), original)
 
             staged.run_to(index, with_originals(see) if flow.originals else see, work.flush)
+            rounded.close()
             found = self.solver.solve(block, work)
             part.changed.update(name for name in solved if not _is_solved(name, calibration))
             return found

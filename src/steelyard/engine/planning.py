@@ -22,6 +22,7 @@ from steelyard.plan.plan import Left, Plan, make_plan
 from steelyard.plan.planned_files import planned_loading
 from steelyard.plan.runnable import route_of
 from steelyard.recipes import Recipe
+from steelyard.words import count
 
 __all__ = ["plan_run", "streams"]
 
@@ -68,6 +69,7 @@ def plan_run(
         except PipelineError as error:
             plan.errors.append(str(error))
     plan.errors += missing_parts(source)
+    plan.errors += _without_names(plan, source)
     if not plan.errors:
         plan.warnings += random_parameters(source)
         alone = source.config().get("model_type") in ONLY_TRANSFORMERS
@@ -141,6 +143,21 @@ def _taken_names(plan: Plan, source: Source) -> list[str]:
                 "it was made from, or ignore the module"
             )
     return found
+
+
+def _without_names(plan: Plan, source: Source) -> list[str]:
+    """Return an error if weights have no tensor of their own in the files, only a part of one."""
+    if source.shards is None or plan.errors:
+        return []
+    weights = {p.name: source.key(f"{p.name}.weight") for p in plan.quantized if p.scheme.weights}
+    unnamed = [name for name, key in weights.items() if key not in source.shards]
+    if not unnamed:
+        return []
+    return [
+        f"{count(len(unnamed), 'module')} such as {unnamed[0]}: no tensor in "
+        f"{source.shards.folder} is the weight alone, so it cannot be replaced there; load the "
+        "model with transformers and pass the module, or ignore them"
+    ]
 
 
 def _note_unknown(plan: Plan, source: Source) -> None:

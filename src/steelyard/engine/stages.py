@@ -155,6 +155,11 @@ class Staged(Generic[T]):
                 yield ended.output
 
     @property
+    def holds_all(self) -> bool:
+        """Whether every batch waits, so that none starts again from the layer's input."""
+        return len(self._held) == len(self.forwards)
+
+    @property
     def rate(self) -> float:
         """Most bytes per token that a batch held."""
         return max(self._rates.values())

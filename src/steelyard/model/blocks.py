@@ -37,7 +37,7 @@ from steelyard.model.placeholders import (
     replaced,
     structure_of,
 )
-from steelyard.model.stacks import AS_A_WHOLE, model_layers
+from steelyard.model.stacks import AS_A_WHOLE, model_layers, refusal
 from steelyard.observers.padding import without_padding
 
 __all__ = ["Batch", "LayerSequence"]
@@ -199,14 +199,9 @@ class LayerSequence:
             finally:
                 self._replay.reset(token)
             if gone:
-                raise self.refusal(f"uses the output of {self.name(min(gone))} again")
+                raise refusal(self.model, f"uses the output of {self.name(min(gone))} again")
             if any(layer >= done for layer in batch.waiting):
                 return None
-
-    def refusal(self, why: str) -> PipelineError:
-        return PipelineError(
-            f"{type(self.model).__name__} {why}, so its layers cannot run alone; {AS_A_WHOLE}"
-        )
 
     def guess(self, index: int) -> Structure:
         """Return the output structure of a layer, or that of the last layer of its class."""
@@ -247,7 +242,7 @@ class _Replay:
     def call(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         sequence, batch = self.sequence, self.batch
         if index in self._called:
-            raise sequence.refusal(f"calls {sequence.name(index)} more than once")
+            raise refusal(sequence.model, f"calls {sequence.name(index)} more than once")
         self._called.add(index)
         if index < self.done and index in batch.outputs and index in batch.needed:
             return replaced(batch.outputs[index], _copied)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -54,17 +54,18 @@ def rounded_once(modules: Iterable[Module], dtype: torch.dtype | None = None) ->
     dtype: a wider type that each is cast to before, with its scales; None casts nothing. Only the
            stored weight is kept, not the wider one before it was rounded.
     """
-    kept: list[tuple[Any, torch.Tensor, Any]] = []
+    weighed: list[Any] = [module for module in modules if _weight_args(module) is not None]
+    wider = list(_wider([each.weight.data for each in weighed], dtype))
+    kept = [(each, each.weight.data, each.quantization_status) for each in weighed]
     cast = contextlib.ExitStack()
     try:
-        for module in modules:
-            each: Any = module
-            args = each.quantization_scheme.weights
-            if args is None or "weight" not in each._parameters:
-                continue
-            kept.append((each, each.weight.data, each.quantization_status))
+        for each, wide in zip(weighed, wider, strict=True):
+            if wide is not None:
+                each.weight.data = wide.copy_(each.weight.data)
             cast.enter_context(computing_in(each, dtype, scales=True))
-            each.weight.data = forward_quantize(each, each.weight.data, "weight", args)
+        for each, wide in zip(weighed, wider, strict=True):
+            rounded = forward_quantize(each, each.weight.data, "weight", _weight_args(each))
+            each.weight.data = rounded if wide is None else wide.copy_(rounded)
             each.quantization_status = QuantizationStatus.COMPRESSED  # no rounding in forward
         yield
     finally:
@@ -72,6 +73,31 @@ def rounded_once(modules: Iterable[Module], dtype: torch.dtype | None = None) ->
             each.weight.data = data
             each.quantization_status = status
         cast.close()
+
+
+def _weight_args(module: Any) -> Any:
+    """Return how the weight of a module is quantized; None where it has none, or is not."""
+    return module.quantization_scheme.weights if "weight" in module._parameters else None
+
+
+def _wider(
+    weights: Sequence[torch.Tensor], dtype: torch.dtype | None
+) -> Iterator[torch.Tensor | None]:
+    """Yield memory for each weight in a wider type; None for those that are not cast.
+
+    It is allocated at once. Between weights that are allocated one by one, malloc leaves holes of
+    freed temporaries that the next weight does not fit into: as much again for hundreds of experts.
+    """
+    cast = [dtype is not None and w.dtype.itemsize < dtype.itemsize for w in weights]
+    sizes: dict[torch.device, list[int]] = {}
+    for weight in (w for w, is_cast in zip(weights, cast, strict=True) if is_cast):
+        sizes.setdefault(weight.device, []).append(weight.numel())
+    parts = {
+        device: iter(torch.split(torch.empty(sum(each), dtype=dtype, device=device), each))
+        for device, each in sizes.items()
+    }
+    for weight, is_cast in zip(weights, cast, strict=True):
+        yield next(parts[weight.device]).view(weight.shape) if is_cast else None
 
 
 def fast_dtype(stored: torch.dtype, device: torch.device) -> torch.dtype | None:

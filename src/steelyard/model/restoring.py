@@ -1,4 +1,4 @@
-"""Restores a caller's model: its training mode always, everything else after an error."""
+"""Restores a model: its training mode always, everything else after an error or when asked to."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.nn import Module
 
-__all__ = ["restored_on_error"]
+__all__ = ["restored", "restored_on_error"]
 
 
 @contextlib.contextmanager
@@ -26,6 +26,17 @@ def restored_on_error(model: Any) -> Iterator[None]:
         raise
     for module, state in before:
         module.training = state["training"]
+
+
+@contextlib.contextmanager
+def restored(model: Any) -> Iterator[None]:
+    """Undo what was attached to modules inside the context, in any case."""
+    before = [(module, _shallow(module)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, state in before:
+            _restore(module, state)
 
 
 def _shallow(module: Module) -> dict[str, Any]:

@@ -134,11 +134,11 @@ def _keys(
                 keys[name] = renamed[name]
             else:
                 missing += [name] if name in parameters else []
-        elif len(parts) == 1:
-            keys[name] = next(iter(parts))
-        elif _are_views(model, name, tensor):
+        elif len(parts) == 1 and shards.info(min(parts)).shape == tuple(tensor.shape):
+            keys[name] = min(parts)
+        elif len(parts) > 1 and _are_views(model, name, tensor):
             joined[name] = list(parts)
-        else:
+        else:  # also one that the files hold as a part of a larger one
             missing.append(name)
     for name, other in tied.items():
         if name in missing and other in keys:

@@ -14,7 +14,7 @@ from torch.nn import Module, ModuleList
 
 from steelyard.errors import PipelineError
 
-__all__ = ["AS_A_WHOLE", "Layer", "decoder_layers", "model_layers"]
+__all__ = ["AS_A_WHOLE", "Layer", "decoder_layers", "model_layers", "refusal"]
 
 AS_A_WHOLE = 'pipeline="basic" runs the model as a whole'
 
@@ -25,6 +25,13 @@ class Layer:
 
     name: str
     module: Module
+
+
+def refusal(model: Any, why: str) -> PipelineError:
+    """Return the error for a model whose layers cannot run one after another."""
+    return PipelineError(
+        f"{type(model).__name__} {why}, so its layers cannot run alone; {AS_A_WHOLE}"
+    )
 
 
 def model_layers(model: Any) -> list[Layer]:

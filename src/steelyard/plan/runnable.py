@@ -7,7 +7,8 @@ from typing import Any
 
 from steelyard.errors import PipelineError
 from steelyard.model.module_names import grouped
-from steelyard.model.stacks import Layer, model_layers
+from steelyard.model.repeated_calls import repeated_layer
+from steelyard.model.stacks import Layer, model_layers, refusal
 from steelyard.words import count
 
 __all__ = ["Route", "route_of"]
@@ -33,7 +34,10 @@ def route_of(model: Any, pipeline: str) -> Route:
     if pipeline == "basic":
         return Route(True, 'the model runs as a whole, as pipeline="basic" asks')
     try:
-        return Route(False, _stacks(model_layers(model)))
+        layers = model_layers(model)
+        if (again := repeated_layer(model, layers)) is not None:
+            raise refusal(model, f"calls {again} more than once")
+        return Route(False, _stacks(layers))
     except PipelineError as error:
         if pipeline == "sequential":
             raise
