@@ -171,3 +171,18 @@ def test_modifiers_in_several_stages_are_those_of_one(tmp_path: Path) -> None:
     written = read(tmp_path / "two")
     assert "model.layers.0.mlp.up_proj.weight_packed" in written
     assert written["model.layers.0.self_attn.q_proj.weight"].dtype == torch.float8_e4m3fn
+
+
+def test_inputs_of_the_unquantized_model_beside_those_of_the_quantized(source: Path) -> None:
+    needs = Needs(inputs=True, staged=True, propagate=True, original_inputs=True)
+    seen = run(source, needs, targets="re:.*_proj$", propagate=True)
+    assert {name for each in seen for name in each.modules} >= {DOWN, DOWN.replace("1", "0")}
+    for name in ("model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.o_proj", DOWN):
+        expected = calls_of(source, name, samples())
+        found = [each for each in seen if name in each.modules]
+        assert [each.batch for each in found] == list(range(len(expected)))
+        for each, (args, _, _) in zip(found, expected, strict=True):
+            assert each.original is not None
+            assert_close(each.original, args[0], rtol=1e-4, atol=1e-5)
+            drifted = not torch.equal(each.original, each.value)
+            assert drifted == (name != "model.layers.0.self_attn.q_proj")

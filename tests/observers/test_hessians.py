@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -100,3 +101,32 @@ def test_other_modules_are_not_shrunk() -> None:
     assert_close(hessians.hessian("o_proj"), x.t() @ x, rtol=1e-5, atol=1e-5)
     assert float(hessians.hessian("mlp.experts.0.gate_proj").abs().sum()) == 0
     assert hessians.importance("mlp.experts.0.gate_proj") is None
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_drift_of_even_and_odd_batches(dtype: torch.dtype, workers: int) -> None:
+    columns = 200  # two slabs
+    generator = torch.Generator().manual_seed(0)
+    linear = Linear(columns, 4, bias=False)
+    batches = [torch.randn(2, 3, columns, generator=generator).to(dtype) for _ in range(5)]
+    originals = [x + 0.1 * torch.randn(x.shape, generator=generator).to(dtype) for x in batches]
+    with ThreadPool(workers) as pool:
+        hessians = Hessians({"a": linear}, pool=pool)
+        for number, (x, original) in enumerate(zip(batches, originals, strict=True)):
+            hessians.see(["a"], x, 3 * number, original=original, batch=number)
+            hessians.flush()
+        hessians.close()
+        moments, drifts = hessians.halves("a")
+    for half in (0, 1):
+        x = torch.cat(batches[half::2]).double().flatten(0, 1)
+        off = torch.cat(originals[half::2]).double().flatten(0, 1) - x
+        assert_close(moments[half].double(), x.t() @ x, rtol=1e-5, atol=1e-4)
+        assert_close(drifts[half].double(), off.t() @ x, rtol=1e-5, atol=1e-4)
+
+
+def test_without_originals_there_are_no_halves() -> None:
+    hessians = Hessians({"a": Linear(8, 4)}, pool=ThreadPool())
+    hessians.see(["a"], torch.randn(3, 8))
+    hessians.flush()
+    assert hessians.halves("a") is None
