@@ -356,14 +356,17 @@ def test_mistakes(options: str, message: str) -> None:
         load_recipe(f"modifiers: {{GPTQModifier: {options}}}")
 
 
-def test_plan_counts_the_second_moments(source: Path) -> None:
-    modifier = GPTQModifier(config_groups=groups(), ignore=["lm_head"])
+@pytest.mark.parametrize(("drift", "matrices"), [(False, 3), (True, 9)])
+def test_plan_counts_the_hessians(drift: bool, matrices: int, source: Path) -> None:
+    options: dict[str, Any] = {"ignore": ["lm_head"], "drift_correction": drift}
+    modifier = GPTQModifier(config_groups=groups(), **options)
     plan = oneshot(source, modifier, dry_run=True).plan
     own = ("q_proj", "o_proj", "gate_proj", "down_proj")  # the others share theirs
     first = [p for p in plan.quantized if p.name.startswith("model.layers.0.")]
     widths = [p.shape[1] for p in first if p.name.endswith(own)]
     assert len(widths) == 4
-    assert plan.state_bytes == 4 * max(3 * max(widths) ** 2, sum(width**2 for width in widths))
+    every = sum(width**2 for width in widths)
+    assert plan.state_bytes == 4 * max(matrices * max(widths) ** 2, every)
     assert plan.passes == 1.5
     assert 0 < plan.waiting <= 4 * plan.tokens * (3 * 128 + 128)
 
@@ -405,3 +408,36 @@ def test_batches_are_seen_as_they_are(source: Path, tmp_path: Path) -> None:
     modifier = GPTQModifier(config_groups=groups(), ignore=["lm_head"])
     result = oneshot(source, modifier, token_batches(), tmp_path / "q")
     assert {m.tokens for m in result.modules.values()} == {2 * 24 + 24 + 3 * 11}
+
+
+def test_drift_correction_is_an_option_and_reported(source: Path, tmp_path: Path) -> None:
+    def run(**options: Any) -> Any:
+        recipe = GPTQModifier(config_groups=groups(), ignore=["lm_head"], **options)
+        return oneshot(source, recipe, correlated(), tmp_path / str(len(options)))
+
+    result, plain = run(), run(drift_correction=False)
+    factors = {name: each.details["drift_factor"] for name, each in result.modules.items()}
+    first = {n for n in factors if n.startswith("model.layers.0.self_attn") and "o_proj" not in n}
+    assert all(factors[name] == 0.0 for name in first)  # their inputs have not drifted yet
+    assert all(0.0 < factors[name] <= 1.0 for name in factors.keys() - first)
+    assert {each.details["drift_factor"] for each in plain.modules.values()} == {0.0}
+    ours, theirs = read(tmp_path / "0"), read(tmp_path / "1")
+    for name in first:
+        assert torch.equal(ours[f"{name}.weight_packed"], theirs[f"{name}.weight_packed"])
+    assert not any("drift" in note for note in result.notes)
+
+
+@pytest.mark.parametrize(
+    ("options", "note"),
+    [
+        ({"pipeline": "basic"}, "in the model, since its modules are not solved in the order"),
+        ({"propagate_error": False}, "in model.layers.0, since its modules are not solved in"),
+    ],
+)
+def test_modules_without_drift_correction_are_noted(
+    options: dict[str, Any], note: str, source: Path, tmp_path: Path
+) -> None:
+    recipe = GPTQModifier(config_groups=groups(), ignore=["lm_head"])
+    result = oneshot(source, recipe, correlated(), tmp_path / "q", **options)
+    assert len([each for each in result.notes if f"no drift correction {note}" in each]) == 1
+    assert {each.details["drift_factor"] for each in result.modules.values()} == {0.0}

@@ -72,7 +72,7 @@ class GPTQ(Nearest):
             block.calibration.add_importance(name, partial(state.importance, name))
 
     def memory(self, plan: Plan) -> int:
-        return hessian_bytes(plan)
+        return hessian_bytes(plan, self.modifier.drift_correction)
 
     def solve(self, block: Block, state: Hessians) -> dict[str, ModuleResult]:
         mine = [name for name in state.modules if name in block.mine]
@@ -176,11 +176,12 @@ def _rounds(names: Sequence[str], state: Hessians, most: int) -> Iterator[list[s
         yield some
 
 
-def hessian_bytes(plan: Plan) -> int:
+def hessian_bytes(plan: Plan, drift: bool = False) -> int:
     """Estimate the bytes of Hessians.
 
     A stage holds those of its inputs, up to three matrices each while they are factorized; a layer
-    that runs in two passes holds those of all its inputs. Fused layers share one.
+    that runs in two passes holds those of all its inputs. Fused layers share one. The drift has
+    sums for even and odd batches: six matrices more.
     """
     shared = {name for group in fused_groups(p.name for p in plan.quantized) for name in group[1:]}
     sizes: dict[str, int] = {}
@@ -192,7 +193,7 @@ def hessian_bytes(plan: Plan) -> int:
             one = 4 * planned.shape[1] ** 2
             sizes[layer] = sizes.get(layer, 0) + one
             largest = max(largest, one)
-    return max(3 * largest, *sizes.values(), 0)
+    return max((9 if drift else 3) * largest, *sizes.values(), 0)
 
 
 def _scheme(module: Any) -> Any:

@@ -62,7 +62,9 @@ class Passes:
             self._unquantized(part, flow)
             return {}
         stages = self._stages(part, flow) if flow.collect is not None else None
-        if stages is None or not self.solver.solving_needs("staged"):
+        staged = stages is not None and self.solver.solving_needs("staged")
+        self.solver.note_drift(part, flow, staged)
+        if stages is None or not staged:
             run_originals(part, flow, self.pool, self.dtype)
             return self._in_passes(part, flow, stages)
         return self._in_stages(part, flow, stages)

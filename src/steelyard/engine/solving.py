@@ -17,6 +17,7 @@ from steelyard.algorithms import Algorithm, Block, ModuleResult, needs_data
 from steelyard.distributed import Ranks, ThreadPool
 from steelyard.engine.assignment import of_weight, owners_of
 from steelyard.engine.block_work import Work
+from steelyard.engine.parts import Flow, Part
 from steelyard.engine.result import Result
 from steelyard.engine.statistics import RunStatistics
 from steelyard.errors import CalibrationError
@@ -55,6 +56,7 @@ class Solver:
         self.ranks = ranks
         self.pool = pool
         self.unseen: list[str] = []
+        self._without_drift: set[str] = set()  # reasons
         self.weights_only_schemes: dict[str, QuantizationScheme] = {}
         plan = result.plan
         self.claims = {planned.name: planned.modifier for planned in plan.quantized}
@@ -208,6 +210,22 @@ class Solver:
                 if theirs is not None:
                     algorithm.receive(theirs)
         return results
+
+    def note_drift(self, part: Part, flow: Flow, staged: bool) -> None:
+        """Note blocks whose modules are solved without drift correction: the first per reason."""
+        if not self.solving_needs("original_inputs") or not flow.forwards:
+            return
+        if not staged:
+            reason = "its modules are not solved in the order of their calls"
+        elif not flow.originals:
+            reason = "the model has experts"
+        else:
+            return
+        if reason not in self._without_drift:
+            self._without_drift.add(reason)
+            outside = "the modules outside of the layers" if part.without else "the model"
+            where = part.name or outside
+            self.result.notes.append(f"no drift correction in {where}, since {reason}")
 
     # -- modules without tokens ---------------------------------------------------------------
 
