@@ -29,6 +29,7 @@ from steelyard.plan.plan import Plan
 
 __all__ = ["GPTQ", "hessian_bytes"]
 
+_IMPORTANCE_POWER = 0.5  # of E[x^2], as the weight of a column whose error others make up for
 _AT_ONCE = 4  # modules per thread; Hessians of more would only take memory
 _SMALL = 2048  # columns; modules up to this size are solved in parallel, larger ones one by one
 
@@ -55,6 +56,9 @@ class GPTQ(Nearest):
             if isinstance(module, torch.nn.Linear) and _scheme(module).weights is not None
         }
         block.calibration.stop_gathering(weighed)
+        for _, _, observer in block.calibration.observers():
+            if getattr(observer.options, "importance_power", 1.0) is None:
+                observer.power = _IMPORTANCE_POWER
         return Hessians(weighed, self.modifier.offload_hessians, block.ranks, block.pool)
 
     def see(self, state: Hessians, seen: Seen) -> None:

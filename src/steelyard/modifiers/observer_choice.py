@@ -55,12 +55,28 @@ def with_observers(
     outputs: ObserverChoice | None,
 ) -> QuantizationScheme:
     """Return a copy of `scheme` with the chosen observers, else its own, else the default."""
+    only_weights = scheme.input_activations is None and scheme.output_activations is None
+    stored = observed(scheme.weights, weights, WEIGHT_OBSERVER)
     chosen = {
-        "weights": observed(scheme.weights, weights, WEIGHT_OBSERVER),
+        "weights": _signed(stored) if only_weights and stored is not None else stored,
         "input_activations": observed(scheme.input_activations, inputs, ACTIVATION_OBSERVER),
         "output_activations": observed(scheme.output_activations, outputs, ACTIVATION_OBSERVER),
     }
     return scheme.model_copy(update=chosen)
+
+
+def _signed(args: QuantizationArgs) -> QuantizationArgs:
+    """Let scales be negative, unless the recipe says whether they may.
+
+    Only int4 beside 16-bit activations: there every kernel multiplies by the scale as it is.
+    """
+    options = args.observer_kwargs or {}
+    declared = Observer.get_value_from_registry(args.observer or "").Options
+    knows = declared is not None and "negative_scales" in declared.model_fields
+    packed = args.type == "int" and args.num_bits == 4 and args.symmetric
+    if not knows or not packed or args.dynamic or "negative_scales" in options:
+        return args
+    return args.model_copy(update={"observer_kwargs": {**options, "negative_scales": True}})
 
 
 def observed(

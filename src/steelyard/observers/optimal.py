@@ -25,12 +25,12 @@ class OptimalOptions(ObserverOptions):
         description="let symmetric integer scales be negative, so that the extra negative code "
         "can extend either side of the range",
     )
-    importance_power: float = Field(
-        default=1.0,
+    importance_power: float | None = Field(
+        default=None,
         ge=0,
         le=1,
-        description="power of E[x^2] that weights a column; use less than 1 if a few columns have "
-        "almost all importance",
+        description="power of E[x^2] that weights a column; None for 1, and for 0.5 in GPTQ, whose "
+        "later columns make up for errors of earlier ones",
     )
     strict: bool = Field(
         default=False, description="raise on unusable importance instead of searching without it"
@@ -60,7 +60,8 @@ class OptimalObserver(ImportanceObserver, KeepsWeight):
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
-        self.power = self.options.importance_power
+        power = self.options.importance_power
+        self.power = 1.0 if power is None else power
 
     def remember(self, observed: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> None:
         self.min_vals, self.max_vals = self.range_of(observed)
