@@ -45,7 +45,7 @@ _Halves = tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Ten
 class HessianSum:
     """One Hessian, and the number of tokens it sums over.
 
-    drifts: whether the drift of the inputs is summed too
+    drifts: whether the drift of the inputs is summed too; then `slabs` has the odd batches alone
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class HessianSum:
     def add(self, terms: Sequence[Term], pool: ThreadPool) -> None:
         costs = [self.columns - start for start in slab_starts(self.columns)]
         if self.drifts:
-            costs = [3 * cost + 4 * self.columns for cost in costs]
+            costs = [cost + 2 * self.columns for cost in costs]
         owners = assign(costs, pool.count)
         assigned: list[list[int]] = [[] for _ in range(pool.count)]
         for index, owner in enumerate(owners):
@@ -94,8 +94,9 @@ class HessianSum:
             wide = term.x.to(self.device, torch.float32)  # one at a time: it may be a copy
             if term.weights is not None:
                 wide = wide * term.weights.to(self.device, torch.float32)[:, None]
+            slabs = self._even if self.drifts and term.batch % 2 == 0 else self.slabs
             for index in indices:
-                accumulate(self.slabs[index].partial_sum(term.partial_sum), wide)
+                accumulate(slabs[index].partial_sum(term.partial_sum), wide)
             if term.original is not None:
                 self._add_drift(indices, term, wide)
 
@@ -103,15 +104,16 @@ class HessianSum:
         assert term.original is not None
         off = term.original.to(self.device, torch.float32) - x
         for index in indices:
-            if term.batch % 2 == 0:
-                accumulate(self._even[index].partial_sum(term.partial_sum), x)
             slab = self._drift[term.batch % 2][index].partial_sum(term.partial_sum)
             start = slab_starts(self.columns)[index]
             slab.addmm_(off[:, start : start + len(slab)].t(), x)
 
     def totals(self) -> list[torch.Tensor]:
         """Return the slabs of the sum over all tokens, after the last input."""
-        return [slab.total() for slab in self.slabs]
+        found = [slab.total() for slab in self.slabs]
+        if self.drifts:
+            found = [odd + even.total() for odd, even in zip(found, self._even, strict=True)]
+        return found
 
     def diagonal(self) -> torch.Tensor:
         """Return the diagonal of the matrix, after the last input."""
@@ -125,21 +127,25 @@ class HessianSum:
     def whole(self) -> torch.Tensor:
         """Return the matrix, (columns, columns), after the last input; frees the slabs."""
         if self._whole is None:
+            self.halves()  # while there are slabs
             slabs = self.totals()
             if self.prior is not None:
                 for slab, prior in zip(slabs, self.prior.slabs, strict=True):
                     slab.add_(prior)
             self._whole = symmetric(slabs).to(self.device)
             self.slabs.clear()
+            self._even.clear()
         return self._whole
 
     def halves(self) -> _Halves | None:
-        """Return Hessians and drifts of even and odd batches, after the last input."""
+        """Return Hessians and drifts of even and odd batches; None without drift."""
         if self.drifts and self._halves is None:
-            even = symmetric([slab.total() for slab in self._even]).to(self.device)
+            even, odd = (
+                symmetric([slab.total() for slab in slabs]).to(self.device)
+                for slabs in (self._even, self.slabs)
+            )
             drifts = [torch.cat([slab.total() for slab in half]) for half in self._drift]
-            self._halves = (even, self.whole() - even), (drifts[0], drifts[1])
-            self._even.clear()
+            self._halves = (even, odd), (drifts[0], drifts[1])
             for half in self._drift:
                 half.clear()
         return self._halves
