@@ -126,14 +126,15 @@ def test_figures_of_a_run(args: dict[str, Any], path: str, source: Path, tmp_pat
         assert module.error == pytest.approx(error, rel=1e-3)
 
         scale = scales(stored, name)
-        told = figures["scale"]
+        told, size = figures["scale"], np.abs(scale)
         assert told["count"] == scale.size
-        assert told["min"] == pytest.approx(scale.min(), rel=1e-5)
-        assert told["max"] == pytest.approx(scale.max(), rel=1e-5)
-        assert scale.min() * (1 - 1e-5) <= told["median"] <= scale.max() * (1 + 1e-5)
-        assert np.mean(scale <= told["median"] * (1 + 1e-5)) >= 0.5
+        assert told["negative"] == (scale < 0).sum()
+        assert told["min"] == pytest.approx(size.min(), rel=1e-5)
+        assert told["max"] == pytest.approx(size.max(), rel=1e-5)
+        assert size.min() * (1 - 1e-5) <= told["median"] <= size.max() * (1 + 1e-5)
+        assert np.mean(size <= told["median"] * (1 + 1e-5)) >= 0.5
         assert len(told["counts"]) == SCALE_BINS
-        same_histogram(told["counts"], np.log10(scale), told["low"], told["high"])
+        same_histogram(told["counts"], np.log10(size), told["low"], told["high"])
 
         if "symmetric" not in args:
             kind = args.get("type", "int"), args["num_bits"]

@@ -213,7 +213,7 @@ def test_bad_scale(
     scale.view(-1)[0] = value
     model.stored[f"{Q}.{local}"] = scale
     model.write()
-    (line,) = validate_checkpoint(model.folder)
+    (line,) = validate_checkpoint(model.folder, allow_negative=False)
     assert line == f"{Q}.{local} has 1 of {scale.numel()} values that are {what}"
 
 
@@ -230,6 +230,18 @@ def test_bad_scale_in_one_byte(small_model: MakeModel, scheme: str) -> None:
 
 def test_negative_scales_by_consent(small_model: MakeModel) -> None:
     model = small_model()
+    model.stored[f"{Q}.weight_scale"] = -model.stored[f"{Q}.weight_scale"]
+    model.write()
+    assert validate_checkpoint(model.folder, allow_negative=True) == []
+    assert validate_checkpoint(model.folder) == [], "every kernel for W4A16 reads them"
+    (line,) = validate_checkpoint(model.folder, allow_negative=False)
+    assert line.startswith(f"{Q}.weight_scale") and "negative" in line
+
+
+def test_negative_scales_beside_quantized_activations_need_consent(
+    small_model: MakeModel,
+) -> None:
+    model = small_model("W8A8")
     model.stored[f"{Q}.weight_scale"] = -model.stored[f"{Q}.weight_scale"]
     model.write()
     assert validate_checkpoint(model.folder, allow_negative=True) == []

@@ -131,7 +131,7 @@ def test_failures_in_data_and_checkpoints(
     for name in ("config.json", "model.safetensors"):
         (old / name).write_text("{}")
     for arguments, said in (
-        (("quantize", model, "-o", old, "--scheme", "W8A8"), "holds with --overwrite"),
+        (("quantize", model, "-o", old, "--scheme", "W8A8"), "its contents with --overwrite"),
         (
             ("quantize", model, "-o", full, "--scheme", "W8A8", "--overwrite"),
             "not replaced, even with --overwrite",

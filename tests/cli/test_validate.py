@@ -98,10 +98,15 @@ def test_quantized_embedding_that_the_head_shares(
 def test_a_comment_does_not_allow_negative_scales(
     steelyard: Command, model: Path, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "q"
-    assert steelyard("quantize", model, "-o", folder, "--scheme", "W4A16").code == 0
+    folder, given = tmp_path / "q", tmp_path / "recipe.yaml"
+    given.write_text(
+        "modifiers:\n  QuantizationModifier:\n    scheme: W4A16\n    ignore: [lm_head]\n"
+        "    weight_observer: {name: optimal, negative_scales: false}\n"
+    )
+    assert steelyard("quantize", model, "-o", folder, "--recipe", given).code == 0
     tensors = read(folder)
     name = "model.layers.0.mlp.up_proj.weight_scale"
+    assert bool((tensors[name] > 0).all())
     tensors[name] = -tensors[name]
     save_file(tensors, folder / "model.safetensors")
     (folder / "provenance.json").unlink()

@@ -24,7 +24,7 @@ DIGESTS = {
         "W4A16",
         "memoryless_minmax",
     ): "34bd0cbcfa2feb89557ae220907d4c9c3cdf37968927ef87d2cad42f98e36a3d",
-    ("W4A16", "optimal"): "0300e6357abc4f9c7dc7cfd326931b4a04faab0b9654be19b81709fd7c9f11c5",
+    ("W4A16", "optimal"): "e9a1d5f747df6fb268fe1ecc22d1feec77509f3ee083a95e4e34f39e672345f1",
     (
         "NVFP4A16",
         "memoryless_minmax",

@@ -16,7 +16,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from steelyard import oneshot
-from steelyard.engine import passes
+from steelyard.engine import paired, passes
 from steelyard.errors import CalibrationError, PlanError
 from steelyard.modifiers import GPTQModifier, IMatrixGatherer, QuantizationModifier
 
@@ -103,7 +103,7 @@ def test_neither_threads_nor_room_change_a_bit(
     finally:
         torch.set_num_threads(threads)
     assert_same_tensors(tmp_path / "a", tmp_path / "b")
-    monkeypatch.setattr(passes, "holding_budget", lambda device: 0)
+    monkeypatch.setattr(paired, "holding_budget", lambda device: 0)
     monkeypatch.setattr(passes, "CONCURRENT_BYTES", 1)
     run(source, tmp_path / "c", recipe)
     assert_same_tensors(tmp_path / "a", tmp_path / "c")

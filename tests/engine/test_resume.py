@@ -342,7 +342,7 @@ def test_changes_are_named(
     out = tmp_path / "out"
     stop_half_way(copy, out, kind, monkeypatch)
 
-    with pytest.raises(CheckpointError, match=r"(?s)something else:.*recipe was.*resume=False"):
+    with pytest.raises(CheckpointError, match=r"(?s)other inputs:.*recipe was.*resume=False"):
         other = QuantizationModifier(scheme="FP8_DYNAMIC", ignore=["lm_head"])
         if kind == "stream":
             oneshot(copy, other, None, out)

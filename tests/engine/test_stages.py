@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from steelyard import oneshot
 from steelyard.distributed import ThreadPool
-from steelyard.engine import passes
+from steelyard.engine import paired, passes
 from steelyard.engine.parts import Flow, Part
 from steelyard.engine.passes import Passes
 from steelyard.engine.solving import Solver
@@ -342,7 +342,8 @@ def expected_weights(source: Path, scales: Path, staged: bool) -> dict[str, torc
 def test_weights_are_those_of_a_plain_loop(source: Path, tmp_path: Path) -> None:
     chosen = groups(observer="memoryless_minmax")
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    plain = GPTQModifier(config_groups=chosen, ignore=["lm_head"], refinements=0)
+    left_out = {"refinements": 0, "drift_correction": False}
+    plain = GPTQModifier(config_groups=chosen, ignore=["lm_head"], **left_out)
     oneshot(model, plain, tokens(), tmp_path)
     ours = {n: model.get_submodule(n).weight.data for n in expected_names()}
     close, far = (
@@ -353,6 +354,15 @@ def test_weights_are_those_of_a_plain_loop(source: Path, tmp_path: Path) -> None
     assert close.keys() == ours.keys()
     first, others = far["model.layers.0.self_attn.q_proj"], far["model.layers.0.mlp.down_proj"]
     assert first < 0.01 < others  # the second of two passes would show in all but the first
+
+
+@torch.no_grad()
+def layer_output(model: Any, index: int, batch: torch.Tensor) -> torch.Tensor:
+    found: list[torch.Tensor] = []
+    hook = model.model.layers[index].register_forward_hook(lambda _m, _a, out: found.append(out))
+    model(batch)
+    hook.remove()
+    return found[0]
 
 
 def expected_names() -> list[str]:
@@ -374,8 +384,11 @@ def test_what_flows_on_is_what_the_quantized_layer_gives(
     flowed: list[list[torch.Tensor]] = [[], []]
     put = LayerSequence.put
 
+    originals: list[list[torch.Tensor]] = [[], []]
+
     def noting(sequence: LayerSequence, index: int, batch: Batch, output: Any) -> None:
-        flowed[index].append(output)
+        last = flowed if len(originals[index]) > len(flowed[index]) else originals
+        last[index].append(output)  # the original of a batch comes first
         put(sequence, index, batch, output)
 
     monkeypatch.setattr(LayerSequence, "put", noting)
@@ -398,6 +411,10 @@ def test_what_flows_on_is_what_the_quantized_layer_gives(
         for batch in tokens():
             model(batch)
     assert_close(outputs, flowed)
+    plain = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    for index in range(2):
+        for batch, original in zip(tokens(), originals[index], strict=True):
+            assert_close(layer_output(plain, index, batch), original)
     for name, value in largest.items():
         module = model.get_submodule(name)
         if scheme == "FP8 static":
@@ -407,29 +424,32 @@ def test_what_flows_on_is_what_the_quantized_layer_gives(
             assert_close(float(module.input_global_scale), expected, rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("drift", [False, True])
 def test_every_module_runs_once_for_each_batch_and_memory_changes_no_bit(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    drift: bool, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    modifier = GPTQModifier(config_groups=groups(), ignore=["lm_head"])
+    modifier = GPTQModifier(config_groups=groups(), ignore=["lm_head"], drift_correction=drift)
     linear = torch.nn.functional.linear
     counts: dict[int, int] = {}
     for budget in (UNLIMITED, 0, 300_000):
         calls: list[int] = []
 
         def counting(*args: Any, calls: list[int] = calls) -> torch.Tensor:
-            calls.append(1)
+            if type(args[0]) is torch.Tensor:  # else the plan looks for layers that run twice
+                calls.append(1)
             return linear(*args)
 
         with monkeypatch.context() as patch:
-            patch.setattr(passes, "holding_budget", lambda _device, budget=budget: budget)
+            patch.setattr(paired, "holding_budget", lambda _device, budget=budget: budget)
             patch.setattr(torch.nn.functional, "linear", counting)
             oneshot(source, modifier, tokens(), tmp_path / str(budget))
         counts[budget] = len(calls)
         for file in (tmp_path / str(UNLIMITED)).iterdir():
             assert lasting(tmp_path / str(budget) / file.name) == lasting(file)
-    assert counts[UNLIMITED] == 2 * 7 * 8
+    models = 2 if drift else 1
+    assert counts[UNLIMITED] == models * 2 * 7 * 8
     again = 3 * 3 + 2 * 1 + 1 * 2  # q, k and v for three stages more, o for two, gate and up
-    assert counts[0] == 2 * (7 + again) * 8
+    assert counts[0] == models * 2 * (7 + again) * 8
     assert counts[UNLIMITED] < counts[300_000] < counts[0]
 
 
@@ -451,7 +471,7 @@ def test_weights_are_wide_only_where_batches_are_still_to_pass(
         return noted
 
     monkeypatch.setattr("steelyard.engine.run.fast_dtype", lambda *_: torch.float32)
-    monkeypatch.setattr(passes, "holding_budget", lambda _device: budget)
+    monkeypatch.setattr(paired, "holding_budget", lambda _device: budget)
     monkeypatch.setattr(Solver, "solve", noting("solve", Solver.solve))
     monkeypatch.setattr(Staged, "run_to", noting("run", Staged.run_to))
     monkeypatch.setattr(Staged, "finish", noting("run", Staged.finish))

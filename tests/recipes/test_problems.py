@@ -120,7 +120,7 @@ def test_python_recipes_have_paths_without_lines() -> None:
             "'re:(' is not a regular expression",
         ),
         ("{kv_cache_scheme: {num_bits: 99}}", "kv_cache_scheme.num_bits", "2 to 8 bits"),
-        ("{kv_cache_scheme: {num_bits: -4}}", "kv_cache_scheme.num_bits", "not -4"),
+        ("{kv_cache_scheme: {num_bits: -4}}", "kv_cache_scheme.num_bits", "got -4"),
         (
             "{config_groups: {g: {targets: [a], weights: {num_bits: 1}}}}",
             "config_groups.g.weights.num_bits",

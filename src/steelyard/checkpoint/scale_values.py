@@ -13,6 +13,7 @@ from steelyard.checkpoint.structure import Structure
 from steelyard.checkpoint.written import WrittenCheckpoint
 from steelyard.formats.module_tensors import values_of
 from steelyard.formats.scale_codes import stored_scale_values
+from steelyard.formats.signed_scales import reads_signed_scales
 from steelyard.formats.tensor_names import (
     GLOBAL_SCALE,
     SCALE,
@@ -41,7 +42,7 @@ class ReportedScales:
 
 
 def weight_values(
-    written: WrittenCheckpoint, broken: set[str], allow_negative: bool
+    written: WrittenCheckpoint, broken: set[str], allow_negative: bool | None
 ) -> Iterator[str]:
     """Yield scales that are not valid divisors, and zero points outside the quantized type."""
     for module, scheme in written.schemes.items():
@@ -51,7 +52,8 @@ def weight_values(
             if args is not None:
                 signed = args is scheme.weights and args.type == "int" and args.symmetric
                 name = f"{module}.{local}"
-                yield from _check(written, name, args, allow_negative and bool(signed))
+                allowed = reads_signed_scales(scheme) if allow_negative is None else allow_negative
+                yield from _check(written, name, args, allowed and bool(signed))
         if SHAPE in written.tensors[module] and module not in broken:
             stored = tuple(written.shards.read(f"{module}.{SHAPE}").tolist())
             if stored != written.shape(module):

@@ -70,7 +70,7 @@ def validate_checkpoint(
     reported: Mapping[str, float] | None = None,
     samples: int = 8,
     fused: Iterable[tuple[str, ...]] = (),
-    allow_negative: bool = False,
+    allow_negative: bool | None = None,
     same_bytes: bool = True,
     changed: Collection[str] = (),
     dtypes: Mapping[str, torch.dtype] | None = None,
@@ -101,7 +101,7 @@ def check_checkpoint(
     scales: Mapping[str, ReportedScales] | None = None,
     samples: int = 8,
     fused: Iterable[tuple[str, ...]] = (),
-    allow_negative: bool = False,
+    allow_negative: bool | None = None,
     nearest: bool = False,
     same_bytes: bool = True,
     changed: Collection[str] | None = None,
@@ -119,7 +119,8 @@ def check_checkpoint(
     samples:        number of weights that are decoded whole where errors are reported, evenly
                     spread over the model; fewer if they are large
     fused:          modules that the server fuses, which must share global and per-tensor scales
-    allow_negative: symmetric integer weights may have negative scales
+    allow_negative: symmetric integer weights may have negative scales; None for those whose scheme
+                    every kernel reads so
     nearest:        every weight was rounded to the nearest code
     same_bytes:     compare unquantized tensors byte for byte, not only by type and shape
     changed:        tensors that the run changed: they have the source's type and shape and are

@@ -143,20 +143,24 @@ def _reported(
     return errors, scales, []
 
 
-def _recipe(written: WrittenCheckpoint) -> tuple[bool, bool]:
-    """Whether the checkpoint's recipe allows negative scales, and rounds to nearest."""
+def _recipe(written: WrittenCheckpoint) -> tuple[bool | None, bool]:
+    """Whether the checkpoint's recipe allows negative scales, and rounds to nearest.
+
+    None without a recipe of ours: then the scheme decides.
+    """
     from steelyard.errors import SteelyardError
     from steelyard.recipes import load_recipe
 
-    configs = [written.quantization]
-    nearest = False
+    nearest, configs = False, []
     path = Path(written.shards.folder) / "recipe.yaml"
     if path.is_file():
         with contextlib.suppress(SteelyardError):  # another program's recipe, with other options
             recipe = load_recipe(path)
             nearest = all(algorithm.rounds_to_nearest for algorithm in recipe.algorithms())
             made = [modifier.quantization_config() for modifier in recipe.modifiers]
-            configs += [config for config in made if config is not None]
+            configs = [config for config in made if config is not None]
+    if not configs:
+        return None, nearest
     groups = [group for config in configs for group in config.config_groups.values()]
     kwargs = [g.weights.observer_kwargs or {} for g in groups if g.weights is not None]
     return any(k.get("negative_scales") is True for k in kwargs), nearest

@@ -86,7 +86,7 @@ class MediaReader:
         if found is None:
             raise DataError(
                 f"{where}: {type(self._processor).__name__} made only {', '.join(made)} of the "
-                f"sample's {', '.join(given)}; pass the model's own processor with processor="
+                f"sample's {', '.join(given)}; use the model's own processor"
             )
         return found
 

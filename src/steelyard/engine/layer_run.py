@@ -12,8 +12,8 @@ import torch
 from steelyard.data.samples import Samples
 from steelyard.engine.parts import Flow, Part
 from steelyard.engine.progress import progress
+from steelyard.fusion import expert_groups
 from steelyard.model.blocks import Batch, LayerSequence
-from steelyard.model.experts import Experts
 from steelyard.model.hidden_states import load_hidden, save_hidden
 from steelyard.model.inputs import output_head
 from steelyard.model.placeholders import first_tensor
@@ -40,7 +40,7 @@ class LayerRun:
         mine = run.share(samples)
         self.places = [place for place, _ in mine]
         self.batches = {place[0]: Batch(inputs) for place, inputs in mine}
-        experts = any(isinstance(each, Experts) for each in run.source.model.modules())
+        experts = expert_groups(planned.name for planned in run.result.plan.quantized)
         self.paired = run.solver.needs("original_inputs") and not experts
         kept = self.paired or run.solver.needs("originals")
         self.originals = {i: Batch(b.inputs) for i, b in self.batches.items()} if kept else {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,10 +18,10 @@ from steelyard.distributed import ThreadPool
 from steelyard.engine.parts import Flow, Part
 from steelyard.engine.showing import Stage
 from steelyard.engine.stages import Staged, holding_budget
-from steelyard.engine.unquantized_copy import unquantized_copy
+from steelyard.engine.unquantized_copy import can_be_copied, unquantized_copy
 from steelyard.model.precision import computing_in
 
-__all__ = ["paired", "quantized", "run_originals", "with_originals"]
+__all__ = ["paired", "pairs", "quantized", "with_originals"]
 
 
 @contextlib.contextmanager
@@ -57,12 +58,25 @@ def paired(
         yield staged
 
 
-def run_originals(part: Part, flow: Flow, pool: ThreadPool, dtype: torch.dtype | None) -> None:
-    """Run only the batches of the unquantized model, through a part that is not solved yet."""
+def pairs(
+    part: Part,
+    flow: Flow,
+    stages: Sequence[Stage] | None,
+    pool: ThreadPool,
+    dtype: torch.dtype | None,
+) -> Flow:
+    """Return a flow whose originals can run beside its batches; others run now, and are left out.
+
+    stages: None if the modules of the part are not solved in stages
+    """
+    modules = [module for stage in stages or () for module in stage.called]
+    if not flow.originals or (stages is not None and can_be_copied(part.root, modules)):
+        return flow
     calls = (functools.partial(run, part.root) for run in flow.originals)
     with computing_in(part.root, dtype), contextlib.closing(pool.begin(enumerate(calls))) as found:
         for index, output in enumerate(found):
             flow.put_original(index, output)
+    return replace(flow, originals=())
 
 
 def with_originals(see: Callable[[int, Any, Any], None]) -> Callable[[int, Any], None]:

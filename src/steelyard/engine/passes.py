@@ -20,7 +20,7 @@ from steelyard.algorithms import Block, ModuleResult
 from steelyard.distributed import ThreadPool
 from steelyard.engine.block_work import Moment, Work
 from steelyard.engine.observing import observe
-from steelyard.engine.paired import paired, quantized, run_originals, with_originals
+from steelyard.engine.paired import paired, pairs, quantized, with_originals
 from steelyard.engine.parts import Flow, Part
 from steelyard.engine.showing import Stage, points_of, showing, stages_of
 from steelyard.engine.solving import Solver
@@ -58,14 +58,13 @@ class Passes:
         for algorithm in self.solver.transforms:
             self._transform(algorithm, part, flow)
         if not with_schemes(part.root, part.name, part.without):
-            run_originals(part, flow, self.pool, self.dtype)
-            self._unquantized(part, flow)
+            self._unquantized(part, pairs(part, flow, None, self.pool, self.dtype))
             return {}
         stages = self._stages(part, flow) if flow.collect is not None else None
         staged = stages is not None and self.solver.solving_needs("staged")
+        flow = pairs(part, flow, stages if staged else None, self.pool, self.dtype)
         self.solver.note_drift(part, flow, staged)
         if stages is None or not staged:
-            run_originals(part, flow, self.pool, self.dtype)
             return self._in_passes(part, flow, stages)
         return self._in_stages(part, flow, stages)
 
@@ -212,10 +211,9 @@ class Passes:
             for index, stage in enumerate(stages):
                 found |= self._stage(part, flow, staged, index, stage, rounded)
                 return_memory()  # of Hessians, before wider weights need more
-                # batches that wait have passed the stages before; those that start again have not
-                first = index if staged.holds_all else 0
-                for each in stages[first : index + 1]:
-                    rounded.enter_context(rounded_once(each.modules.values(), self.dtype))
+                for number, each in enumerate(stages[: index + 1]):
+                    if not staged.has_passed(number):
+                        rounded.enter_context(rounded_once(each.modules.values(), self.dtype))
             with contextlib.closing(staged.finish()) as outputs:
                 flow.collect(quantized(outputs, flow))
         return found

@@ -218,7 +218,7 @@ class Solver:
         if not staged:
             reason = "its modules are not solved in the order of their calls"
         elif not flow.originals:
-            reason = "the model has experts"
+            reason = "experts are quantized, or a module of it has a forward of its own"
         else:
             return
         if reason not in self._without_drift:

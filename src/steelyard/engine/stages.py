@@ -93,6 +93,7 @@ class Staged(Generic[T]):
             module: i for some in (stages, copies) for i, each in enumerate(some) for module in each
         }
         self._calls_each = sum(map(len, stages))
+        self._has_copies = bool(copies)
         self._stage = 0  # stage to wait at; earlier ones are done
         self._held: dict[int, tuple[_Pass, int]] = {}  # batch -> its forward, and its bytes
         self._sizes: dict[tuple[int, torch.Size], int] = {}
@@ -154,10 +155,16 @@ class Staged(Generic[T]):
                     raise _irregular()
                 yield ended.output
 
-    @property
-    def holds_all(self) -> bool:
-        """Whether every batch waits, so that none starts again from the layer's input."""
-        return len(self._held) == len(self.forwards)
+    def has_passed(self, stage: int) -> bool:
+        """Whether every batch waits and has called all modules of a stage.
+
+        A later stage may begin before: q_a, q_b, kv_a is an order of calls in which q_a and kv_a
+        share an input. A batch that does not wait starts again from the layer's input.
+        """
+        modules = {module for module, each in self._stage_of.items() if each == stage}
+        called = (len(modules & one.called) for one, _ in self._held.values())
+        expected = len(modules) // (1 + self._has_copies)
+        return len(self._held) == len(self.forwards) and all(n == expected for n in called)
 
     @property
     def rate(self) -> float:

@@ -11,9 +11,13 @@ from collections.abc import Collection
 
 from torch.nn import Module, Parameter
 
-from steelyard.errors import PipelineError
+__all__ = ["can_be_copied", "unquantized_copy"]
 
-__all__ = ["unquantized_copy"]
+
+def can_be_copied(root: Module, modules: Collection[Module]) -> bool:
+    """Whether no other module of a block has a forward of its own, which a copy would share."""
+    copied = {root, *modules}
+    return not any("forward" in m.__dict__ for m in root.modules() if m not in copied)
 
 
 def unquantized_copy(root: Module, modules: Collection[Module]) -> tuple[Module, list[Module]]:
@@ -31,10 +35,4 @@ def unquantized_copy(root: Module, modules: Collection[Module]) -> tuple[Module,
         for name, parameter in module._parameters.items():
             if parameter is not None:  # its own: the block's is cast and replaced
                 module._parameters[name] = Parameter(parameter.data, requires_grad=False)
-    for path, module in made.named_modules():
-        if "forward" in module.__dict__:
-            raise PipelineError(
-                f"{type(root).__name__}.{path} has a forward of its own, which a copy would share; "
-                "set drift_correction: false"
-            )
     return made, solved

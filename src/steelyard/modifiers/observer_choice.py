@@ -8,6 +8,7 @@ from typing import Any
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from steelyard.formats.signed_scales import reads_signed_scales
 from steelyard.names import ACTIVATION_OBSERVER, WEIGHT_OBSERVER
 from steelyard.observers import Observer
 from steelyard.observers.observer_options import parse_options
@@ -55,10 +56,11 @@ def with_observers(
     outputs: ObserverChoice | None,
 ) -> QuantizationScheme:
     """Return a copy of `scheme` with the chosen observers, else its own, else the default."""
-    only_weights = scheme.input_activations is None and scheme.output_activations is None
     stored = observed(scheme.weights, weights, WEIGHT_OBSERVER)
+    if stored is not None and reads_signed_scales(scheme):
+        stored = _signed(stored)
     chosen = {
-        "weights": _signed(stored) if only_weights and stored is not None else stored,
+        "weights": stored,
         "input_activations": observed(scheme.input_activations, inputs, ACTIVATION_OBSERVER),
         "output_activations": observed(scheme.output_activations, outputs, ACTIVATION_OBSERVER),
     }
@@ -66,15 +68,11 @@ def with_observers(
 
 
 def _signed(args: QuantizationArgs) -> QuantizationArgs:
-    """Let scales be negative, unless the recipe says whether they may.
-
-    Only int4 beside 16-bit activations: there every kernel multiplies by the scale as it is.
-    """
+    """Let the observer choose negative scales, unless the recipe says whether it may."""
     options = args.observer_kwargs or {}
     declared = Observer.get_value_from_registry(args.observer or "").Options
     knows = declared is not None and "negative_scales" in declared.model_fields
-    packed = args.type == "int" and args.num_bits == 4 and args.symmetric
-    if not knows or not packed or args.dynamic or "negative_scales" in options:
+    if not knows or "negative_scales" in options:
         return args
     return args.model_copy(update={"observer_kwargs": {**options, "negative_scales": True}})
 
