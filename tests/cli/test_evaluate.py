@@ -7,11 +7,14 @@ import os
 import re
 import signal
 from collections.abc import Callable
+from json import dumps as json_text
 from pathlib import Path
 from typing import Any
 
 import pytest
 from commands import Command
+from multimodal import multimodal_model
+from processors import llava, picture
 
 from steelyard.evaluate import divergence as compare
 from steelyard.evaluate import evaluate
@@ -46,6 +49,25 @@ def test_document_is_that_of_the_python_call(
     assert lines[2].split()[-1] == f"{expected['kl_divergence']:.4g}"
     assert lines[3].split()[0:4:3] == ["KL,", f"{expected['kl_p99']:.4g}"]
     assert lines[4].split()[-2] == f"{100 * expected['top1_agreement']:.1f}"
+
+
+def test_images_of_a_file_go_through_the_processor_of_the_model(
+    steelyard: Command, tmp_path: Path
+) -> None:
+    multimodal_model("llava").save_pretrained(tmp_path / "m")
+    llava().save_pretrained(tmp_path / "m")
+    quantized, data = tmp_path / "q", tmp_path / "data.jsonl"
+    groups = ["--scheme", "W4A16", "--group-size", 16]
+    assert steelyard("quantize", tmp_path / "m", "-o", quantized, *groups).code == 0
+    picture().save(tmp_path / "picture.png")
+    row = {"text": "w5 <image> w7 w8", "image": str(tmp_path / "picture.png")}
+    data.write_text(json_text(row))
+    answer = steelyard("evaluate", tmp_path / "m", quantized, "--data", data, "--json")
+    assert answer.code == 0, answer.err
+    sample = dict(llava()(text=[row["text"]], images=[picture()], return_tensors="pt"))
+    expected = evaluate(tmp_path / "m", quantized, [sample])
+    assert (answer.document["samples"], answer.document["tokens"]) == (1, 2)
+    assert answer.document["kl_divergence"] == expected.kl_divergence > 0
 
 
 @pytest.mark.parametrize("json", [False, True])

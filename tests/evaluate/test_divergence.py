@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import oracle, quantize, samples, static, weights
+from checkpoints import assert_equal, oracle, quantize, samples, static, weights
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 from families import FAMILIES, small_model
 
-from steelyard.evaluate import Evaluation, evaluate, layerwise
 from steelyard.evaluate import divergence as compare
+from steelyard.evaluate import evaluate, layerwise
 from steelyard.evaluate.layerwise import LayerwiseModel
 from steelyard.model import skeleton
 from steelyard.model.unstacking import unstack
@@ -39,11 +39,6 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "KV cache alone": {"kv_cache_scheme": KV},
     "mixed": {"config_groups": MIXED},
 }
-
-
-def assert_equal(found: Evaluation, expected: dict[str, float], rel: float = 1e-4) -> None:
-    got = {name: getattr(found, name) for name in expected}
-    assert got == pytest.approx(expected, rel=rel, abs=1e-9)
 
 
 @pytest.fixture(scope="module")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from steelyard import oneshot
+from steelyard.evaluate import Evaluation
 from steelyard.modifiers import QuantizationModifier
 from steelyard.recipes import load_recipe
 
@@ -37,8 +39,8 @@ def quantize(source: Path, output: Path, **options: Any) -> Path:
     return output
 
 
-def in_fp32(folder: Path) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+def in_fp32(folder: Path, kind: Any = AutoModelForCausalLM) -> Any:
+    model = kind.from_pretrained(folder, dtype=torch.float32).eval()
     for decode in list(model._forward_pre_hooks.values()):  # else done by the first call
         decode(model, ())
     return torch.nn.Module.float(model)  # codes of 4 bits are decoded to bf16
@@ -57,13 +59,23 @@ def oracle(
     """
     models = [in_fp32(folder) for folder in (base, quantized)]
     complete(models[1])
+    return numbers(
+        ([model(torch.tensor([ids])).logits[0, :-1].float() for model in models], ids[1:])
+        for ids in data
+    )
+
+
+def numbers(compared: Iterable[tuple[list[torch.Tensor], list[int]]]) -> dict[str, float]:
+    """Return the numbers of an evaluation.
+
+    compared: logits of both models, (tokens, vocabulary) each, and the tokens that follow
+    """
     losses: list[list[float]] = [[], []]
     divergences, agreements = [], []
-    for ids in data:
-        logits = [model(torch.tensor([ids])).logits[0, :-1].float() for model in models]
+    for logits, targets in compared:
         logs = [torch.log_softmax(one.double(), -1) for one in logits]
         for log, loss in zip(logs, losses, strict=True):
-            loss += [-float(log[i, token]) for i, token in enumerate(ids[1:])]
+            loss += [-float(log[i, token]) for i, token in enumerate(targets)]
         divergences += (
             torch.nn.functional.kl_div(logs[1], logs[0], reduction="none", log_target=True)
             .sum(-1)
@@ -80,3 +92,8 @@ def oracle(
         "kl_max": ordered[-1],
         "top1_agreement": sum(agreements) / len(agreements),
     }
+
+
+def assert_equal(found: Evaluation, expected: dict[str, float], rel: float = 1e-4) -> None:
+    got = {name: getattr(found, name) for name in expected}
+    assert got == pytest.approx(expected, rel=rel, abs=1e-9)

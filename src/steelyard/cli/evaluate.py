@@ -37,7 +37,7 @@ def evaluate(
         typer.Option(
             "--data",
             metavar="FILE",
-            help="Held-out text, not used for calibration; files as for quantize.",
+            help="Held-out data, not used for calibration; files as for quantize.",
             show_default=False,
         ),
     ],

@@ -15,7 +15,7 @@ import torch
 from steelyard.errors import DataError
 from steelyard.foreign import printable
 
-__all__ = ["Inputs", "model_inputs", "num_tokens"]
+__all__ = ["Inputs", "has_features", "model_inputs", "num_tokens"]
 
 Inputs = dict[str, torch.Tensor]
 """Arguments of a model's forward, by name."""
@@ -33,6 +33,17 @@ def model_inputs(row: Mapping[Any, Any], where: str) -> Inputs | None:
         return None
     given = {str(k): _tensor(v, str(k), where) for k, v in row.items() if _is_numbers(v)}
     return _batched(given, where)
+
+
+def has_features(row: Mapping[Any, Any]) -> bool:
+    """Whether a row has pixels or audio features: numbers of 3 dimensions, or floats of 2.
+
+    >>> has_features({"input_ids": [[5, 6]], "labels": [[5, 6]]})
+    False
+    >>> has_features({"input_ids": [[5, 6]], "pixel_values": [[0.5, 1.0]]})
+    True
+    """
+    return any(_is_feature(v) for k, v in row.items() if k not in TOKENS and _is_numbers(v))
 
 
 def num_tokens(inputs: Mapping[str, torch.Tensor]) -> int:
@@ -69,6 +80,15 @@ def _is_numbers(value: Any) -> bool:
         if isinstance(value, (bool, int, float, np.number)):
             return True
     return isinstance(value, (torch.Tensor, np.ndarray)) and value.ndim > 0
+
+
+def _is_feature(value: Any) -> bool:
+    dimensions = 0
+    while isinstance(value, (list, tuple)) and value:
+        value, dimensions = value[0], dimensions + 1
+    is_float = isinstance(value, float) or "float" in str(getattr(value, "dtype", ""))
+    dimensions += getattr(value, "ndim", 0)
+    return dimensions > 2 or (is_float and dimensions > 1)
 
 
 def _tensor(value: Any, name: str, where: str) -> torch.Tensor:

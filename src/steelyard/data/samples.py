@@ -67,6 +67,7 @@ def load_samples(
     check: Callable[[Inputs, str], None] | None = None,
     data_collator: Callable[[list[Any]], Any] | None = None,
     processor: Callable[[], Any] | None = None,
+    features_only: bool = False,
 ) -> Samples:
     """Load calibration samples from a dataset.
 
@@ -84,6 +85,8 @@ def load_samples(
     check:        raises for inputs that the model does not accept; None reads only token ids
     data_collator: makes one sample of `batch_size` rows
     processor:    called for the first row with images, videos or audio
+    features_only: read mappings without pixels or audio features as token ids, whatever else they
+                  have
     """
     check_numbers(
         num_calibration_samples=num_calibration_samples,
@@ -93,7 +96,14 @@ def load_samples(
         seed=seed,
     )
     reader = RowReader(
-        tokenizer, max_seq_length, text_column, vocab_size, max_positions, check, processor
+        tokenizer,
+        max_seq_length,
+        text_column,
+        vocab_size,
+        max_positions,
+        check,
+        processor,
+        features_only,
     )
     source = open_rows(dataset, split, shuffle, reader)
     by_index = shuffle and isinstance(source, IndexedRows)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from steelyard.data.chat import ChatRenderer
-from steelyard.data.mappings import Inputs, model_inputs
+from steelyard.data.mappings import Inputs, has_features, model_inputs
 from steelyard.data.media import MediaReader, has_media
 from steelyard.data.token_ids import ids_tensor, is_number, masked_rows
 from steelyard.errors import DataError
@@ -40,6 +40,7 @@ class RowReader:
     max_positions: the longest sample that the model can run
     check:         raises for inputs that the model does not accept; None reads only token ids
     get_processor: called once, for the first row with images, videos or audio
+    features_only: read rows without pixels or audio features as token ids, whatever else they have
     """
 
     get_tokenizer: Callable[[], PreTrainedTokenizerBase]
@@ -49,6 +50,7 @@ class RowReader:
     max_positions: int | None = None
     check: Callable[[Inputs, str], None] | None = None
     get_processor: Callable[[], Any] | None = None
+    features_only: bool = False
 
     @property
     def text_length(self) -> int:
@@ -180,8 +182,9 @@ class RowReader:
                 )
             inputs: Inputs | None = self._media.inputs(row, where)
         else:
-            asked = self.text_column != "text" and self.text_column in row
-            inputs = None if asked or self.check is None else model_inputs(row, where)
+            is_text = self.text_column != "text" and self.text_column in row
+            is_text |= self.features_only and not has_features(row)
+            inputs = None if is_text or self.check is None else model_inputs(row, where)
             if self.check is None:
                 _token_ids_alone(row, where)
         if inputs is None:

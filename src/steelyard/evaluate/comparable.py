@@ -16,7 +16,16 @@ _FILES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 
 
 def check_pair(base: LayerwiseModel, quantized: LayerwiseModel) -> None:
-    """Raise a PipelineError if the models differ in layers or vocabulary size."""
+    """Raise a PipelineError if the models differ in layers or vocabulary size, or are sequence to
+    sequence.
+    """
+    for model in (base, quantized):
+        if getattr(model.source.model.config, "is_encoder_decoder", False):
+            raise PipelineError(
+                f"{model.label} cannot be evaluated: {type(model.source.model).__name__} is an "
+                "encoder-decoder model, and only models that predict the next token of their input "
+                "are compared; score both on their task instead"
+            )
     layers = [len(model.sequence.layers) for model in (base, quantized)]
     if layers[0] != layers[1]:
         raise PipelineError(

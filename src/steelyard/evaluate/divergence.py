@@ -1,16 +1,18 @@
-"""Runs two checkpoints on a text and compares their predictions of each next token."""
+"""Runs two checkpoints on the same samples and compares their predictions of each next token."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from steelyard.data.limits import learned_positions
-from steelyard.data.samples import Samples, load_samples
-from steelyard.data.tokenizer import tokenizer_of
+from steelyard.data.samples import Inputs, Samples, load_samples
+from steelyard.data.tokenizer import processor_of, tokenizer_of
 from steelyard.engine.progress import progress, say
 from steelyard.errors import DataError
 from steelyard.evaluate.comparable import check_pair, check_tokenizers
@@ -19,7 +21,9 @@ from steelyard.evaluate.evaluation import Evaluation, EvaluationInterrupted
 from steelyard.evaluate.layerwise import DTYPE, HiddenStates, LayerwiseModel, default_memory
 from steelyard.evaluate.metrics import Scores, score, summarize
 from steelyard.evaluate.opening import open_model
+from steelyard.evaluate.scored_tokens import check_scorable, placeholder_ids, scored_targets
 from steelyard.model.blocks import Batch
+from steelyard.model.inputs import check_inputs
 from steelyard.words import duration
 
 __all__ = ["evaluate"]
@@ -34,6 +38,7 @@ def evaluate(
     data: Any,
     *,
     tokenizer: Any = None,
+    processor: Any = None,
     num_samples: int = 128,
     max_seq_length: int = 2048,
     batch_size: int = 1,
@@ -51,14 +56,18 @@ def evaluate(
     data:      as in `steelyard.data.samples.load_samples`; use text that calibration did not. The
                first `num_samples` are used, in order. A text file is split into pieces of
                max_seq_length tokens, each with the tokenizer's BOS token; each row of a list or a
-               dataset is a sample, truncated to max_seq_length.
+               dataset is a sample, truncated to max_seq_length. Mappings with pixels or audio
+               features, as a processor returns them, go to the model as they are; rows with images
+               or audio, and `messages` with them, go through the processor.
     tokenizer: the base model's by default
+    processor: the base model's by default; used for rows with images, videos or audio
     memory:    bytes of hidden states to hold in memory, a quarter of the machine's by default; if
                those of both models need more, all go to temporary files.
-               They need 8 bytes x tokens x hidden size.
+               They need 8 bytes x tokens x hidden size, and the outputs of towers.
     trust_remote_code_model: run code that ships with a model or its tokenizer
 
-    Every token but the first of a sample is scored. Both models run layer by layer in fp32, with
+    Every token but the first of a sample is scored, except padding and the placeholders of images,
+    videos and audio. `labels` are not used. Both models run layer by layer in fp32, with
     one layer in memory at a time, and finally the output heads of both. Ctrl-C during scoring
     raises `EvaluationInterrupted` with the partial result.
 
@@ -73,9 +82,22 @@ def evaluate(
     assert folders[0] is not None and folders[1] is not None
     check_tokenizers(folders[0], folders[1])
     positions = [learned_positions(model.source.model) for model in models]
+
+    def check(inputs: Inputs, where: str) -> None:
+        check_scorable(inputs, where)
+        for model in models:
+            check_inputs(model.source.model, inputs, where)
+
     samples = _samples(
         data,
-        tokenizer=lambda: tokenizer_of(tokenizer, models[0].source, trust_remote_code_model),
+        tokenizer=lambda: tokenizer_of(
+            tokenizer or processor, models[0].source, trust_remote_code_model
+        ),
+        processor=lambda: processor_of(
+            processor or tokenizer, models[0].source, trust_remote_code_model
+        ),
+        check=check,
+        features_only=True,
         num_calibration_samples=num_samples,
         max_seq_length=max_seq_length,
         batch_size=batch_size,
@@ -86,10 +108,19 @@ def evaluate(
         vocab_size=models[0].vocab_size,
         max_positions=min((p for p in positions if p is not None), default=None),
     )
-    nbytes = samples.num_tokens * sum(model.hidden_size for model in models) * DTYPE.itemsize
-    costs = [Costs(w.source.model, w.sequence.modules, samples.num_tokens) for w in models]
+    placeholders = placeholder_ids(models[0].source.model.config)
+    chosen = [scored_targets(batch, placeholders) for batch in samples.batches]
+    to_score = sum(int(each.sum()) for each in chosen)
+    if not to_score:
+        raise DataError(
+            f"{samples.description}: none has a second token of text, and the first is not "
+            "scored; pass longer texts, or a larger max_seq_length"
+        )
+    tokens = sum(batch["input_ids"].numel() for batch in samples.batches)  # with padding
+    nbytes = tokens * sum(model.hidden_size for model in models) * DTYPE.itemsize
+    costs = [Costs(w.source.model, w.sequence.modules, tokens) for w in models]
     total = sum(cost.total() for cost in costs)
-    say(_plan(samples, models, total), show_progress)
+    say(_plan(samples, to_score, models, total), show_progress)
     limit = default_memory() if memory is None else memory
     notes = (samples.description, *opened[0][1], *opened[1][1])
 
@@ -111,47 +142,53 @@ def evaluate(
         try:
             with models[0].head(), models[1].head():
                 advance(sum(cost.outside for cost in costs), "both models, scoring")
-                for pair in zip(*ends, strict=True):
-                    scores += list(_scores(models, pair))
-                    scored += len(pair[0].inputs["input_ids"])
-                    tokens = pair[0].inputs["input_ids"].numel()
-                    advance(sum(cost.scoring(tokens) for cost in costs), "both models, scoring")
+                for *pair, which in zip(*ends, chosen, strict=True):
+                    scores += list(_scores(models, pair, which))
+                    input_ids = pair[0].inputs["input_ids"]
+                    scored += len(input_ids)
+                    work = sum(cost.scoring(input_ids.numel()) for cost in costs)
+                    advance(work, "both models, scoring")
         except KeyboardInterrupt as interrupt:
             if not scores:
                 raise
-            raise EvaluationInterrupted(result(scores, scored), _scored(samples)) from interrupt
-    return result(scores, samples.num_samples)
+            raise EvaluationInterrupted(result(scores, scored), to_score) from interrupt
+    return result(scores, scored)
 
 
-def _plan(samples: Samples, models: list[LayerwiseModel], total: float) -> str:
+def _plan(samples: Samples, to_score: int, models: list[LayerwiseModel], total: float) -> str:
     """Return one line on the amount of work and its estimated time."""
     layers = [len(model.sequence.layers) for model in models]
     steps = len(samples.batches) * (sum(layers) + 3)
     about = duration(estimate_seconds(total, steps, models[0].hidden_size))
     return (
-        f"evaluating {_scored(samples):,} tokens of {samples.num_samples:,} samples, in "
+        f"evaluating {to_score:,} tokens of {samples.num_samples:,} samples, in "
         f"{len(samples.batches):,} batches through {layers[0]} layers of each model: about {about}"
     )
 
 
-def _scored(samples: Samples) -> int:
-    """Return the number of tokens to score: all but the first of each sample."""
-    return samples.num_tokens - samples.num_samples
+def _scores(
+    models: list[LayerwiseModel], pair: list[Batch], chosen: torch.Tensor
+) -> Iterator[Scores]:
+    """Compare the two models on one batch, a few positions at a time.
 
-
-def _scores(models: list[LayerwiseModel], pair: tuple[Batch, ...]) -> Iterator[Scores]:
-    """Compare the two models on one batch, a few positions at a time."""
+    chosen: which next tokens to score, (batch, seq - 1) bool
+    """
     input_ids = pair[0].inputs["input_ids"]
     rows, length = input_ids.shape
     vocab_size = models[0].vocab_size
     step = max(1, _PROJECTED // (rows * vocab_size))
     for start in range(0, length - 1, step):
         positions = slice(start, min(start + step, length - 1))
+        which = chosen[:, positions].flatten()
+        if not which.any():
+            continue
         logits = [
             model.logits(batch, positions).flatten(0, 1)
             for model, batch in zip(models, pair, strict=True)
         ]
         targets = input_ids[:, start + 1 : positions.stop + 1].flatten()
+        if not which.all():
+            logits, targets = [each[which] for each in logits], targets[which]
         some = max(1, _SCORED // vocab_size)
         for first in range(0, len(targets), some):
             part = slice(first, first + some)
@@ -159,16 +196,18 @@ def _scores(models: list[LayerwiseModel], pair: tuple[Batch, ...]) -> Iterator[S
 
 
 def _samples(data: Any, **options: Any) -> Samples:
-    """Load the data; errors use the argument names of `evaluate`."""
+    """Load the data, in the types of the computation; errors use the arguments of `evaluate`."""
     try:
         samples = load_samples(data, **options)
     except DataError as error:
         message = str(error).replace("num_calibration_samples", "num_samples")
         message = message.replace("splits=", "split=").replace("calibration data", "data")
         raise DataError(message) from error
-    if all(batch["input_ids"].shape[1] < 2 for batch in samples.batches):
-        raise DataError(
-            f"{samples.description}: none has a second token, and the first is not scored; pass "
-            "longer texts, or a larger max_seq_length"
-        )
-    return samples
+    return replace(samples, batches=[_as_computed(batch) for batch in samples.batches])
+
+
+def _as_computed(inputs: Inputs) -> Inputs:
+    """Return a batch with int64 token ids and fp32 features, without labels, which make a loss."""
+    kept = {name: tensor for name, tensor in inputs.items() if name != "labels"}
+    floats = {n: t.to(DTYPE) for n, t in kept.items() if t.is_floating_point()}
+    return {**kept, **floats, "input_ids": kept["input_ids"].long()}

@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -38,19 +39,23 @@ def default_memory() -> int:
 class HiddenStates:
     """Storage for hidden states: memory, or temporary files that are removed on exit.
 
-    nbytes: total size of all hidden states
-    memory: limit in bytes; beyond it, all go to files in TMPDIR
+    nbytes: total size of all hidden states; those of towers are not known in advance
+    memory: limit in bytes; beyond it, all go to files in TMPDIR, or all further ones
     """
 
     def __init__(self, nbytes: int, memory: int) -> None:
         self.spilled = nbytes > memory
+        self._memory = memory
+        self._held = 0
         self._stack = contextlib.ExitStack()
         self._files = 0
 
     def __enter__(self) -> HiddenStates:
-        if self.spilled:
-            self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
         return self
+
+    @cached_property
+    def _folder(self) -> Path:
+        return Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
 
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
@@ -61,8 +66,11 @@ class HiddenStates:
         free: stored ones of the same batch that are no longer needed
         """
         if not self.spilled:
+            self._held += hidden.nbytes - (0 if free is None else free.nbytes)
+            self.spilled = self._held > self._memory
+        if not self.spilled:
             return hidden
-        if free is not None and free.shape == hidden.shape:
+        if free is not None and free.shape == hidden.shape and free.untyped_storage().filename:
             return free.copy_(hidden)
         path = self._folder / str(self._files)
         self._files += 1
@@ -120,14 +128,13 @@ class LayerwiseModel:
             ):
                 advance(costs.loading(index), where)
                 for number, batch in enumerate(batches):
-                    if index not in batch.calls:
-                        continue
-                    sequence.put(index, batch, sequence.run(index, batch))
-                    output = batch.outputs[index]
-                    self._check(first_tensor(output), f"the output of {layer.name}")
-                    if isinstance(output, torch.Tensor):
-                        free = stored[number] if len(batch.outputs) == 1 else None
-                        stored[number] = batch.outputs[index] = held.put(output, free)
+                    if index in batch.calls:
+                        sequence.put(index, batch, sequence.run(index, batch))
+                        output = batch.outputs[index]
+                        self._check(first_tensor(output), f"the output of {layer.name}")
+                        if isinstance(output, torch.Tensor):
+                            free = _unless_in(batch.outputs, stored[number])
+                            stored[number] = batch.outputs[index] = held.put(output, free)
                     advance(costs.layer(index, batch.inputs["input_ids"].numel()), where)
         return batches
 
@@ -173,14 +180,45 @@ class LayerwiseModel:
     def logits(self, batch: Batch, positions: slice) -> torch.Tensor:
         """Return (batch, positions, vocabulary), within `head`.
 
-        After the layers, positions are independent of each other.
+        After the layers, positions are independent of each other. Pixels have none: with them, the
+        forward runs on the whole batch, and only the output head on the positions.
         """
+        if set(batch.inputs) != {"input_ids"}:
+            with self._head_on(positions):
+                return self._finished(batch.inputs, batch.outputs)
         outputs = replaced(batch.outputs, lambda value: value[:, positions])
         inputs = {name: tensor[:, positions] for name, tensor in batch.inputs.items()}
-        output: Any = self.sequence.finish(Batch(inputs, outputs, needed=set(outputs)))
+        return self._finished(inputs, outputs)
+
+    def _finished(
+        self, inputs: Mapping[str, torch.Tensor], outputs: dict[int, Any]
+    ) -> torch.Tensor:
+        """Return the logits that the model makes of the outputs of its layers."""
+        with self._layer_errors():
+            output: Any = self.sequence.finish(Batch(inputs, outputs, needed=set(outputs)))
         logits: torch.Tensor = output.logits
         self._check(logits, "its logits", "are")
         return logits
+
+    @contextlib.contextmanager
+    def _head_on(self, positions: slice) -> Iterator[None]:
+        """Give the output head some positions of its input, (batch, seq, hidden) alone."""
+        model = self.source.model
+        name = output_head(model)
+        if name is None:
+            raise PipelineError(
+                f"{self.label} cannot be evaluated with images or audio: {type(model).__name__} "
+                "does not name its output head (get_output_embeddings)"
+            )
+
+        def part(_head: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
+            return args[0][:, positions], *args[1:]
+
+        handle = model.get_submodule(name).register_forward_pre_hook(part)
+        try:
+            yield
+        finally:
+            handle.remove()
 
     @contextlib.contextmanager
     def _layer_errors(self) -> Iterator[None]:
@@ -201,3 +239,8 @@ class LayerwiseModel:
                 f"{verb} not finite. Look for a scale there that is missing, zero or NaN, and "
                 "quantize the model again"
             )
+
+
+def _unless_in(outputs: dict[int, Any], tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """Return a stored tensor, unless it is still an output that is needed."""
+    return None if any(each is tensor for each in outputs.values()) else tensor
