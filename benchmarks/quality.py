@@ -6,6 +6,11 @@ an observer returns and put into an fp32 model; nothing else is quantized.
 
     python benchmarks/quality.py MODEL --text FILE [--groups 64,32] [--json FILE]
     python benchmarks/quality.py MODEL --own-samples      # text that the model itself writes
+
+With `--norms`, only the exponents of `optimal` without data are compared with `memoryless_mse`, on
+one text or several; that needs no llm-compressor:
+
+    python benchmarks/quality.py MODEL --norms 2,2.4,3 --text FILE FILE --formats int4-64,NVFP4
 """
 
 from __future__ import annotations
@@ -13,13 +18,13 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import warnings
 from pathlib import Path
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, preset_name_to_scheme
 from compressed_tensors.quantization.lifecycle.forward import fake_quantize
-from llmcompressor.observers import Observer as PeerObserver
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
@@ -79,7 +84,9 @@ def gather_importance(model, layers: dict, tokens: torch.Tensor) -> dict[str, to
 
 
 def observer_for(whose: str, name: str, args: QuantizationArgs, options: dict, importance):
-    cls = PeerObserver if whose == "peer" else Observer
+    cls = Observer
+    if whose == "peer":
+        from llmcompressor.observers import Observer as cls  # not in the environment of --norms
     observer = cls.load_from_registry(name, base_name="weight", args=copy.deepcopy(args), **options)
     if importance is not None:
         observer._imatrix_sum, observer._imatrix_count = (t.clone() for t in importance)
@@ -144,13 +151,89 @@ def evaluate(model, tokens: torch.Tensor, reference: list[torch.Tensor] | None):
     return float(per_token.exp()), divergence / count, kept
 
 
+def norm_samples(tokenizer, text: Path, count: int) -> torch.Tensor:
+    """Held-out tokens, (count, LENGTH), each sample starting as the tokenizer starts a text."""
+    prose = text.read_text(encoding="utf-8")
+    start = min(6_000_000, len(prose) // 2)
+    first = tokenizer("").input_ids
+    step = LENGTH - len(first)
+    ids = tokenizer(prose[start : start + 8 * count * LENGTH], add_special_tokens=False).input_ids
+    return torch.tensor([first + ids[i * step : (i + 1) * step] for i in range(count)])
+
+
+@torch.no_grad()
+def divergences(model, tokens: torch.Tensor, reference: list[torch.Tensor] | None):
+    """KL divergence of each sample to the reference, or the log-probabilities without one."""
+    found = []
+    for i, sample in enumerate(tokens):
+        logp = model(sample[None]).logits[0].float().log_softmax(-1)
+        if reference is None:
+            found.append(logp.half())
+        else:
+            base = reference[i].float()
+            found.append((base.exp() * (base - logp)).sum(-1).mean().double())
+    return found
+
+
+def mean_and_error(values: torch.Tensor) -> list[float]:
+    return [float(values.mean()), float(values.std() / math.sqrt(len(values)))]
+
+
+def compare_norms(model, tokenizer, weights: dict, options: argparse.Namespace) -> dict:
+    """KL divergence of `memoryless_mse`, and of `optimal` for each norm, without data.
+
+    Samples are the same for all rows, so differences have an error of their own.
+    """
+    rows: list[tuple] = [("memoryless_mse", "ours", "memoryless_mse", False, {})]
+    for norm in (float(n) for n in options.norms.split(",")):
+        rows.append((f"norm {norm:g}", "ours", "optimal", False, {"norm": norm}))
+    texts = {t.stem: norm_samples(tokenizer, t, options.evaluated) for t in options.text or ()}
+    if options.own_samples:
+        texts["own samples"] = tokens_of(model, tokenizer, None)[1]
+    references = {t: divergences(model, samples, None) for t, samples in texts.items()}
+    results = []
+    for name in options.formats.split(","):
+        base: dict[str, torch.Tensor] = {}
+        for row in rows:
+            error = quantize(model, weights, format_named(name), row, {})
+            for text, samples in texts.items():
+                kl = torch.stack(divergences(model, samples, references[text]))
+                base.setdefault(text, kl)
+                found = {
+                    "format": name.replace("-", " group "),
+                    "text": text,
+                    "row": row[0],
+                    "error": error,
+                    "kl": mean_and_error(kl),
+                    "above memoryless_mse": mean_and_error(kl - base[text]),
+                }
+                results.append(found)
+                print(json.dumps(found), flush=True)
+    return {
+        "model": options.model.name,
+        "evaluation": f"{len(next(iter(texts.values())))} x {LENGTH} tokens",
+        "results": results,
+    }
+
+
+def format_named(name: str) -> QuantizationArgs:
+    """Return the weights' type: int4-64 is four bits in groups of 64, others are presets."""
+    if not name.startswith("int"):
+        return preset_name_to_scheme(f"{name}A16", ["Linear"]).weights
+    bits, group = name.removeprefix("int").split("-")
+    return QuantizationArgs(num_bits=int(bits), strategy="group", group_size=int(group))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("model", type=Path)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--text", type=Path)
+    source.add_argument("--text", type=Path, nargs="+")
     source.add_argument("--own-samples", action="store_true")
     parser.add_argument("--groups", default="64,32")
+    parser.add_argument("--norms", help="compare these exponents of optimal, without data")
+    parser.add_argument("--formats", default="int4-64,int3-64,NVFP4", help="with --norms")
+    parser.add_argument("--evaluated", type=int, default=EVALUATED, help="samples, with --norms")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -164,7 +247,12 @@ def main() -> None:
         if isinstance(module, torch.nn.Linear) and name != "lm_head"
     }
     weights = {name: layer.weight.detach().to(torch.bfloat16) for name, layer in layers.items()}
-    calibration, held_out = tokens_of(model, tokenizer, options.text)
+    if options.norms:
+        outcome = compare_norms(model, tokenizer, weights, options)
+        if options.json:
+            options.json.write_text(json.dumps(outcome, indent=1) + "\n")
+        return
+    calibration, held_out = tokens_of(model, tokenizer, options.text and options.text[0])
     importance = gather_importance(model, layers, calibration)
     perplexity, _, reference = evaluate(model, held_out, None)
     print(f"{options.model.name}: {len(layers)} layers, perplexity {perplexity:.3f} in bf16")

@@ -254,9 +254,10 @@ def test_threads_change_nothing(isa: str, strategy: str, threads: int) -> None:
 # -- exact search ---------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("norm", [2.0, 2.4, 3.0, 4.0])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_optimal(isa: str, scheme: str, dtype: torch.dtype) -> None:
+def test_optimal(isa: str, scheme: str, dtype: torch.dtype, norm: float) -> None:
     grouped = scheme in ("W4A16", "W4A16_ASYM", "int3")
     args = weight_args(scheme, 32 if grouped else None)
     if not args.symmetric and dtype == torch.float16:
@@ -265,41 +266,62 @@ def test_optimal(isa: str, scheme: str, dtype: torch.dtype) -> None:
     flat = flatten_for_calibration(x, "weight", args)
     scale_dtype, shared = scale_dtype_of(args, dtype), shared_scale(x, args)
     both = [
-        optimal_qparams(flat, args, scale_dtype, None, shared, backend=b)
+        optimal_qparams(flat, args, scale_dtype, None, shared, backend=b, norm=norm)
         for b in ("compiled", "reference")
     ]
-    ours, best = (squared_error(flat, s, z, args, shared) for s, z in both)
+    ours, best = (raised_error(flat, s, z, args, shared, norm) for s, z in both)
     assert bool((ours <= best * (1 + 1e-4) + 1e-30).all()), ours / best
     assert both[0][0].dtype == both[1][0].dtype
     assert both[0][1].dtype == both[1][1].dtype
 
 
-def squared_error(
+def raised_error(
     flat: torch.Tensor,
     scale: torch.Tensor,
     zero_point: torch.Tensor,
     args: QuantizationArgs,
     shared: torch.Tensor | None,
+    norm: float = 2.0,
+    weighing: torch.Tensor | float = 1.0,
 ) -> torch.Tensor:
     effective = scale.float().unsqueeze(-1) / (1.0 if shared is None else shared)
     zp = None if args.symmetric else zero_point.float().unsqueeze(-1)
     x = flat.float()
-    return (reconstruct(x, effective, zp, args) - x).double().square().sum((0, -1))
+    difference = (reconstruct(x, effective, zp, args) - x).double() * weighing
+    return difference.abs().pow(norm).sum((0, -1))
 
 
 def test_optimal_is_never_above_the_grid(isa: str) -> None:
     args = weight_args("W4A16", 64)
     flat = flatten_for_calibration(weight(torch.bfloat16), "weight", args)
-    best = squared_error(
+    best = raised_error(
         flat, *optimal_qparams(flat, args, torch.bfloat16, backend="compiled"), args, None
     )
     chosen = search_range(flat, args, torch.bfloat16, shrink_factors(0.8, 100), 2.0)
-    grid = squared_error(flat, *qparams_from_range(*chosen, args, torch.bfloat16), args, None)
+    grid = raised_error(flat, *qparams_from_range(*chosen, args, torch.bfloat16), args, None)
     assert bool((best <= grid * (1 + 1e-6)).all())
     assert float(best.sum()) < float(grid.sum())
 
 
 # -- sums of squares ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("norm", [2.4, 3.0])
+@pytest.mark.parametrize("scheme", ["W4A16", "W4A16_ASYM", "FP8", "NVFP4A16"])
+def test_optimal_under_a_norm_with_weights(isa: str, scheme: str, norm: float) -> None:
+    """A tensor of many values is read in tiles, and weighs as one that is not."""
+    args = weight_args(scheme, 64 if scheme.startswith("W4A16") else None)
+    x = weight(torch.bfloat16, 24, 768, seed=4)
+    flat, shared = flatten_for_calibration(x, "weight", args), shared_scale(x, args)
+    importance = torch.rand(flat.shape, generator=torch.Generator().manual_seed(6))
+    scale_dtype = scale_dtype_of(args, torch.bfloat16)
+    both = [
+        optimal_qparams(flat, args, scale_dtype, importance, shared, backend=b, norm=norm)
+        for b in ("compiled", "reference")
+    ]
+    weighing = importance ** (1 / norm)  # inside the power
+    ours, best = (raised_error(flat, s, z, args, shared, norm, weighing) for s, z in both)
+    assert bool((ours <= best * (1 + 1e-4) + 1e-30).all()), ours / best
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -73,7 +73,7 @@ def objective(
 def assert_not_worse(
     ours: np.ndarray,
     theirs: np.ndarray,
-    floor: float = 0,
+    floor: np.ndarray | float = 0,
     size: np.ndarray | float = 0,
     norm: float = 2,
 ) -> None:
@@ -182,6 +182,55 @@ def test_optimal_is_not_worse_than_either(args, matrix, dtype, activations, weig
         searched = qparams_of("memoryless_mse", value, args, norm=2.0, patience=0)
         theirs = objective(value, searched, args, 2.0)
         assert_not_worse(found, theirs, floor=1e-12, size=size)
+
+
+@every_format
+@settings(max_examples=20)
+@given(
+    matrix=MATRICES,
+    dtype=DTYPES,
+    norm=st.sampled_from([1.0, 1.5, 2.4, 3.0, 3.5, 4.0]),
+    activations=arrays(np.float32, (3, COLUMNS), elements=st.floats(-8, 8, width=16)),
+    weighed=st.booleans(),
+)
+def test_optimal_is_not_worse_by_its_norm(args, matrix, dtype, norm, activations, weighed) -> None:
+    """By the norm that it minimises, neither the scale of norm 2 nor one of a grid is better."""
+    activations = activations.copy()
+    activations[0, 0] = 1
+    if args.scale_dtype is None and dtype == torch.float32:
+        dtype = torch.bfloat16
+    value = torch.from_numpy(matrix).to(dtype)
+    importance = None
+    found = {}
+    for power in (norm, 2.0):
+        observer = Observer.load_from_registry("optimal", base_name="weight", args=args, norm=power)
+        if weighed:
+            gather(observer, activations)
+        found[power] = observer(value).get_qparams()
+    if weighed:
+        importance = (activations.astype(np.float64) ** 2).mean(axis=0)
+        importance /= importance.mean()
+    ours, squares = (objective(value, found[p], args, norm, importance) for p in (norm, 2.0))
+    size = size_of(value, args, norm, importance)
+    # errors of 2^-23 of a group's values count as none
+    floor = size * 2.0 ** (-20 * norm)
+    assert_not_worse(ours, squares, floor=floor, size=size, norm=norm)
+    if not weighed:
+        for patience in (0, 5):
+            grid = qparams_of("memoryless_mse", value, args, norm=norm, patience=patience)
+            theirs = objective(value, grid, args, norm)
+            assert_not_worse(ours, theirs, floor=floor, size=size, norm=norm)
+
+
+@pytest.mark.parametrize("name", ["int4_group", "int3_asym_group", "NVFP4", "int2_channel"])
+def test_another_norm_is_another_scale(name: str) -> None:
+    """Never worse would also hold for a search that ignores the norm."""
+    args = FORMATS[name]
+    value = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(0)).bfloat16()
+    squares, fourths = (
+        objective(value, qparams_of("optimal", value, args, norm=p), args, 4.0) for p in (2.0, 4.0)
+    )
+    assert squares.sum() > fourths.sum() * 1.01
 
 
 @every_format

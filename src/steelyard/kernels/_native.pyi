@@ -48,6 +48,7 @@ def optimal(
     min_vals: torch.Tensor,
     max_vals: torch.Tensor,
     weights: torch.Tensor | None,
+    norm: float,
     negative: bool,
     scale: torch.Tensor,
     zero_point: torch.Tensor | None,

@@ -147,6 +147,7 @@ def optimal_qparams(
     observed_range: tuple[torch.Tensor, torch.Tensor],
     negative_scales: bool = False,
     group_dims: int = 1,
+    norm: float = 2.0,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     min_vals, max_vals = (t.contiguous() for t in observed_range)
     scale = torch.empty_like(min_vals)
@@ -157,6 +158,7 @@ def optimal_qparams(
         min_vals,
         max_vals,
         _weights(importance, observed, group_dims),
+        norm,
         negative_scales,
         scale,
         zero_point,

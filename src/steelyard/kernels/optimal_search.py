@@ -1,8 +1,9 @@
-"""The exact search: among every scale that can be stored, one with the least squared error.
+"""The exact search: among every scale that can be stored, one with the least error.
 
 For a group x with weights w, a scale s and a zero point z, the server reconstructs
 s * (round(x / s + z) - z), rounded into the quantized type. The error E(s, z) is the weighted sum
-of squared differences. Of all codes that a scale's type has, two runs need not be tried:
+of |differences| ** norm. Of all codes that a scale's type has, two runs need not be tried, whatever
+the norm, since both hold for each value of the group by itself:
 
 - Above. If nothing is clipped at s, the grid of 2s is part of the grid of s as far as the values
   reach, so E(2s) >= E(s). With s_u a scale at which nothing is clipped, codes from 2 * s_u on
@@ -12,8 +13,8 @@ of squared differences. Of all codes that a scale's type has, two runs need not 
 
 What is left is tried in full, so the result is the optimum. There are two exceptions. Of fp32
 scales, 2^23 per octave are too many: those that bf16 has too and the one of the range are tried,
-and the best is refined by least squares. An asymmetric float, which no server reads, is not
-searched: it gets the parameters of its range.
+and the best is refined by least squares, or Newton's method if the norm is not 2. An asymmetric
+float, which no server reads, is not searched: it gets the parameters of its range.
 """
 
 from __future__ import annotations
@@ -60,12 +61,14 @@ def optimal_qparams(
     negative_scales: bool = False,
     group_dims: int = 1,
     backend: str | None = None,
+    norm: float = 2.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the stored scale and zero point with the least squared error.
+    """Return the stored scale and zero point with the least sum of importance * |error| ** norm.
 
     observed:        (num_observations, *qparam_shape, group_size), any floating type
     importance:      broadcasts to observed, not negative
     negative_scales: let the scale of a symmetric integer be below zero
+    norm:            1 to 8
     returns:         scale and zero_point (*qparam_shape), typed as by `qparams_from_range`
     """
     low, high = observed_range or range_of(observed, group_dims, backend)
@@ -85,6 +88,7 @@ def optimal_qparams(
             (low, high),
             negative_scales,
             group_dims,
+            norm,
         )
     else:
         scale, zero_point = _reference(
@@ -96,6 +100,7 @@ def optimal_qparams(
             (typed_scale, typed_zero_point),
             negative_scales,
             group_dims,
+            norm,
         )
     scale = scale.reshape(typed_scale.shape).to(typed_scale.dtype)
     # a group of zeros, or of zero weight, has no best scale: it keeps the one of its range
@@ -116,6 +121,7 @@ def _reference(
     of_range: tuple[torch.Tensor, torch.Tensor],
     negative_scales: bool,
     group_dims: int,
+    norm: float,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     dtype = compute_dtype(observed.dtype)
     weights = None if importance is None else importance.expand_as(observed).flatten(-group_dims)
@@ -125,7 +131,7 @@ def _reference(
     w = torch.ones_like(x)
     if weights is not None:
         w = weights.reshape(values.shape[0], count, -1).transpose(0, 1).flatten(1).to(dtype)
-    search = _Search(x, w, args, scale_dtype, global_scale)
+    search = _Search(x, w, args, scale_dtype, global_scale, norm)
     search.run(1)
     if search.refined:
         search.try_range(*of_range)
@@ -147,8 +153,12 @@ class _Search:
         args: QuantizationArgs,
         scale_dtype: torch.dtype,
         global_scale: torch.Tensor | None,
+        norm: float,
     ) -> None:
-        self.x, self.w, self.args = x, w, args
+        self.x, self.w, self.args, self.norm = x, w, args, norm
+        # powers of differences over the largest magnitude neither overflow nor vanish
+        largest = x.abs().amax(1).double()
+        self.unit = torch.where((largest > 0) & (norm != 2), largest, 1)
         self.qmin, self.qmax = quantized_range(args)
         self.global_scale = 1.0 if global_scale is None else float(global_scale)
         codes = scale_codes(scale_dtype)
@@ -227,12 +237,17 @@ class _Search:
     def _clipped(
         self, rows: torch.Tensor, stored: torch.Tensor, zero_point: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the squared error of values below and above what can be represented."""
+        """Return the error of values below and above what can be represented."""
         scale, x = self._effective(stored).unsqueeze(1), self.x[rows].double()
         ends = torch.stack([scale * (q - zero_point.unsqueeze(1)) for q in (self.qmin, self.qmax)])
-        below = (ends.amin(0) - x).clamp(min=0).square() * self.w[rows]
-        above = (x - ends.amax(0)).clamp(min=0).square() * self.w[rows]
-        return below.sum(1), above.sum(1)
+        below, above = (ends.amin(0) - x).clamp(min=0), (x - ends.amax(0)).clamp(min=0)
+        return self._error(rows, below), self._error(rows, above)
+
+    def _error(self, rows: torch.Tensor, difference: torch.Tensor) -> torch.Tensor:
+        if self.norm == 2:
+            return (difference.square() * self.w[rows]).sum(1)
+        relative = difference.abs() / self.unit[rows].unsqueeze(1)
+        return (relative.pow(self.norm) * self.w[rows]).sum(1)
 
     def _keep(
         self,
@@ -246,7 +261,7 @@ class _Search:
         zp = None if self.args.symmetric else zero_point.to(self.x.dtype).unsqueeze(1)
         x = self.x[rows]
         difference = (reconstruct(x, scale, zp, self.args) - x).double()
-        error = (difference.square() * self.w[rows]).sum(1)
+        error = self._error(rows, difference)
         better = error < self.best[rows] * margin
         chosen = rows[better]
         self.best[chosen] = error[better]
@@ -260,20 +275,26 @@ class _Search:
         self._keep(rows, scale.flatten()[rows].double(), zero_point.flatten()[rows].double())
 
     def refine(self, sign: int) -> None:
-        """Refine by least squares for the codes that the best scale assigns."""
+        """Refine for the codes that the best scale assigns."""
         for _ in range(8):
             rows = ((self.scale * sign > 0) & (self.best > 0)).nonzero().squeeze(1)
             scale = self._effective(self.scale[rows]).to(self.x.dtype).unsqueeze(1)
-            zp = (
-                None if self.args.symmetric else self.zero_point[rows].to(self.x.dtype).unsqueeze(1)
-            )
-            q = (reconstruct(self.x[rows], scale, zp, self.args) / scale).double()
+            zp = self.zero_point[rows].to(self.x.dtype).unsqueeze(1)
+            stored_zp = None if self.args.symmetric else zp
+            q = (reconstruct(self.x[rows], scale, stored_zp, self.args) / scale).double()
             weighed = q * self.w[rows]
-            fitted = (self.x[rows] * weighed).sum(1) / (q * weighed).sum(1).clamp(min=1e-30)
+            if self.norm == 2:
+                fitted = (self.x[rows] * weighed).sum(1) / (q * weighed).sum(1).clamp(min=1e-30)
+            else:
+                d = self.x[rows].double() / scale - q
+                weighed = weighed * d.abs().clamp(min=1e-3).pow(self.norm - 2)
+                step = (d * weighed).sum(1) / (q * weighed).sum(1).clamp(min=1e-30)
+                fitted = scale.squeeze(1) * (1 + step / max(1.0, self.norm - 1))
             stored = (fitted * self.global_scale).to(self.x.dtype).double()
             usable = stored * sign > 0
             before = self.scale.clone()
             # least squares is never worse, but for rounding
-            self._keep(rows[usable], stored[usable], self.zero_point[rows[usable]], 1 + 1e-5)
+            margin = 1 + 1e-5 if self.norm == 2 else 1.0
+            self._keep(rows[usable], stored[usable], self.zero_point[rows[usable]], margin)
             if torch.equal(before, self.scale):
                 return

@@ -17,9 +17,18 @@ from steelyard.observers.search import KeepsWeight
 __all__ = ["OptimalObserver", "OptimalOptions"]
 
 
+_NORM = 2.0
+
+
 class OptimalOptions(ObserverOptions):
     """Options of the exact search."""
 
+    norm: float | None = Field(
+        default=None,
+        ge=1,
+        le=8,
+        description="power to which errors are raised; None: 2",
+    )
     negative_scales: bool = Field(
         default=False,
         description="let symmetric integer scales be negative, so that the extra negative code "
@@ -82,6 +91,7 @@ class OptimalObserver(ImportanceObserver, KeepsWeight):
             self.range_of(observed),
             self.options.negative_scales,
             self.group_dims(observed),
+            norm=_NORM if self.options.norm is None else self.options.norm,
         )
 
     def compute_qparams(

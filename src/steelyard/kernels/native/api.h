@@ -63,6 +63,7 @@ struct SearchProblem : Problem {
 };
 
 struct OptimalProblem : Problem {
+    float norm;     // power of the errors
     bool negative;  // symmetric integers: scales below zero are candidates too
     float* scale;   // stored value, per group
     float* zero_point;

@@ -1,4 +1,4 @@
-// The scales that a type can store, and the squared error of one group at any of them.
+// The scales that a type can store, and the error of one group at any of them.
 
 struct Codes {  // the scales that a type can store, in order
     ScaleType type;
@@ -62,6 +62,37 @@ static void clip_sums(const float* x, const float* w, int64_t n, float low, floa
     *above += sum(b);
 }
 
+// The same for any norm, in units of the scale: y is x / scale, beyond [low, high] of the codes.
+template <int NORM, bool WEIGHTED>
+static void clip_powers(const float* x, const float* w, int64_t n, float inverse, float low,
+                        float high, const Power& power, double* below, double* above) {
+    vf a = {}, b = {};
+    const vf zero = {};
+    for (int64_t i = 0; i < n; i += LANES) {
+        const vf y = load(x + i) * inverse;
+        const vf under = vmax(low - y, zero), over = vmax(y - high, zero);
+        // the power of zero is not quite zero
+        vf e = under > zero ? raise<NORM>(under, power) : zero;
+        vf f = over > zero ? raise<NORM>(over, power) : zero;
+        if constexpr (WEIGHTED) {
+            e *= load(w + i);
+            f *= load(w + i);
+        }
+        a += e;
+        b += f;
+    }
+    *below += sum(a);
+    *above += sum(b);
+}
+
+using ClipPowers = void (*)(const float*, const float*, int64_t, float, float, float, const Power&,
+                            double*, double*);
+
+static ClipPowers clip_powers_for(bool weighted, float norm) {
+    if (norm == 3.0f) return weighted ? clip_powers<3, true> : clip_powers<3, false>;
+    return weighted ? clip_powers<0, true> : clip_powers<0, false>;
+}
+
 // Sums of x*q and q*q (weighed), from which least squares gives the best scale for fixed codes.
 static void fit_sums(const float* x, const float* w, int64_t n, const Rounding& r, float inverse,
                      float zero_point, double* xq, double* qq) {
@@ -82,12 +113,36 @@ static void fit_sums(const float* x, const float* w, int64_t n, const Rounding& 
     }
 }
 
+// Sums from which Newton's method gives the next scale for fixed codes under another norm: of d*q
+// and q*q, with d the error in units of the scale, each weighed by |d|^(norm - 2) too.
+static void newton_sums(const float* x, const float* w, int64_t n, const Rounding& r, float inverse,
+                        float zero_point, const Power& curvature, double* dq, double* qq) {
+    for (int64_t begin = 0; begin < n; begin += CHECK_EVERY) {
+        vf a = {}, b = {};
+        for (int64_t i = begin; i < std::min(n, begin + CHECK_EVERY); i += LANES) {
+            const vf y = load(x + i) * inverse + zero_point;
+            const vf c = vmin(vmax(y, splat(r.qmin)), splat(r.qmax));
+            const vf rounded_y =
+                r.is_int ? round_int(c) : round_float(c, r.smallest_normal, r.magic);
+            const vf q = rounded_y - zero_point, d = y - rounded_y;
+            vf wq = q * curvature(vmax(vabs(d), splat(1e-3f)));  // finite where the norm is below 2
+            if (w != nullptr) wq *= load(w + i);
+            a += d * wq;
+            b += q * wq;
+        }
+        *dq += sum(a);
+        *qq += sum(b);
+    }
+}
+
 // One group's errors, read whole or tile by tile. Values are in units of group.unit.
 struct Errors {
     const OptimalProblem& p;
     Rounding rounding;
-    Power power{2.0f};
+    const bool squared;
+    Power power, curvature;
     ErrorSums sums;
+    ClipPowers clip_powers;
     View weights;
     int64_t g;
     int threads;
@@ -97,7 +152,11 @@ struct Errors {
     Errors(const OptimalProblem& problem, int threads_)
         : p(problem),
           rounding(problem.format),
-          sums(error_sums_for(problem.format.is_int, problem.weights != nullptr, 2.0f)),
+          squared(problem.norm == 2.0f),
+          power(problem.norm),
+          curvature(problem.norm - 2.0f),
+          sums(error_sums_for(problem.format.is_int, problem.weights != nullptr, problem.norm)),
+          clip_powers(clip_powers_for(problem.weights != nullptr, problem.norm)),
           weights(weight_view(problem.values, problem.weights, problem.weight_stride)),
           threads(threads_) {}
 
@@ -119,6 +178,13 @@ struct Errors {
         return absmax > 0 && (absmax < 1e-20f || absmax > 1e20f)
                    ? std::ldexp(1.0, -std::ilogb(absmax))
                    : 1.0;
+    }
+
+    // The factor from errors in units of the scale to the error of the group. Other powers than the
+    // square are relative to the group's largest magnitude, so that they neither overflow nor vanish.
+    double raised(double scale) const {
+        if (squared) return scale * scale;
+        return std::pow(std::abs(scale) / (absmax * unit()), double(p.norm));
     }
 
     // Adds up body(tile, sums) over all tiles of the group; sums is three doubles.
@@ -146,17 +212,29 @@ struct Errors {
 
     double error(double scale, float zero_point, double limit) {
         double total[3] = {};
-        const double square = scale * scale;
+        const double factor = raised(scale);
         each(total, [&](const Group& group, double* out) {
-            out[0] += square * sums.one(group.x.data(), w(group), group.padded, rounding,
-                                        float(1 / scale), zero_point, power, limit / square,
-                                        LOOK_EVERY);
+            const double found = sums.one(group.x.data(), w(group), group.padded, rounding,
+                                          float(1 / scale), zero_point, power, limit / factor,
+                                          LOOK_EVERY);
+            // the power of zero is not quite zero
+            if (squared || found > group.padded * 0x1p-100) out[0] += factor * found;
         });
         return total[0];
     }
 
     void clip(double scale, float zero_point, double* below, double* above) {
         double total[3] = {};
+        if (!squared) {
+            const float from = rounding.qmin - zero_point, to = rounding.qmax - zero_point;
+            each(total, [&](const Group& group, double* out) {
+                clip_powers(group.x.data(), w(group), group.padded, float(1 / scale), from, to,
+                            power, out, out + 1);
+            });
+            *below = total[0] * raised(scale);
+            *above = total[1] * raised(scale);
+            return;
+        }
         const double a = (rounding.qmin - zero_point) * scale, b = (rounding.qmax - zero_point) * scale;
         const float low = float(std::min(a, b)), high = float(std::max(a, b));
         each(total, [&](const Group& group, double* out) {
@@ -172,6 +250,14 @@ struct Errors {
 
     double fit(double scale, float zero_point) {
         double total[3] = {};
+        if (!squared) {
+            each(total, [&](const Group& group, double* out) {
+                newton_sums(group.x.data(), w(group), group.padded, rounding, float(1 / scale),
+                            zero_point, curvature, out, out + 1);
+            });
+            const double step = total[1] > 0 ? total[0] / total[1] : 0.0;
+            return scale * (1 + step / std::max(1.0, p.norm - 1.0));
+        }
         each(total, [&](const Group& group, double* out) {
             fit_sums(group.x.data(), w(group), group.padded, rounding, float(1 / scale), zero_point,
                      out, out + 1);

@@ -79,12 +79,13 @@ void search(const Tensor& values, const Format& format, ConstFloats min_vals, Co
 }
 
 void optimal(const Tensor& values, const Format& format, ConstFloats min_vals, ConstFloats max_vals,
-             const std::optional<Tensor>& weights, bool negative, Floats scale,
+             const std::optional<Tensor>& weights, float norm, bool negative, Floats scale,
              std::optional<Floats> zero_point, const std::string& isa, int threads) {
     OptimalProblem p{};
     describe(p, values, format, min_vals, max_vals, weights);
     require_size(scale, p.values.groups(), "scale");
     if (zero_point) require_size(*zero_point, p.values.groups(), "zero_point");
+    p.norm = norm;
     p.negative = negative;
     p.scale = scale.data();
     p.zero_point = zero_point ? zero_point->data() : nullptr;
@@ -253,8 +254,8 @@ NB_MODULE(_native, m) {
           nb::arg("weights").none(), nb::arg("best_min"), nb::arg("best_max"), nb::arg("isa"),
           nb::arg("threads"));
     m.def("optimal", &optimal, nb::arg("values"), nb::arg("format"), nb::arg("min_vals"),
-          nb::arg("max_vals"), nb::arg("weights").none(), nb::arg("negative"), nb::arg("scale"),
-          nb::arg("zero_point").none(), nb::arg("isa"), nb::arg("threads"));
+          nb::arg("max_vals"), nb::arg("weights").none(), nb::arg("norm"), nb::arg("negative"),
+          nb::arg("scale"), nb::arg("zero_point").none(), nb::arg("isa"), nb::arg("threads"));
     m.def("sum_squares", &sum_squares, nb::arg("values"), nb::arg("sums"), nb::arg("isa"),
           nb::arg("threads"));
     m.def("pack", &pack, nb::arg("weight"), nb::arg("scale"), nb::arg("zero_point").none(),

@@ -1,7 +1,8 @@
-// The exact search: the stored scale (and zero point) with the least squared error, among all.
+// The exact search: the stored scale (and zero point) with the least sum of weight * |error|^norm,
+// among all.
 //
 // Codes that provably cannot win are not tried.
-// Let E(s) be the error of scale s, and let s_u be so large that nothing is clipped at s_u.
+// Let E(s) be that sum at scale s, and let s_u be so large that nothing is clipped at s_u.
 //   Above: the grid of 2s lies within the grid of s as far as the values reach, if nothing is
 //     clipped at s. So E(2s) >= E(s), and codes from 2 * s_u on cannot win, provided that half of
 //     the code is a code too.
@@ -97,7 +98,7 @@ class OptimalSearch {
     }
 
     // Of fp32 scales only some are listed. The scale of the range is one more, so that the result is
-    // never worse than it; and the best of all is refined by least squares.
+    // never worse than it; and the best of all is refined by least squares, or by Newton's method.
     void refine(int sign) {
         if (sign > 0) {
             const Candidate c = range_candidate();
@@ -108,7 +109,7 @@ class OptimalSearch {
             const float stored = float(stored_for(std::abs(scale)));
             if (!(stored > 0) || stored == std::abs(best.stored)) break;
             // least squares is never worse, but for rounding
-            try_scale(stored, best.zero_point, sign, 1 + 1e-5);
+            try_scale(stored, best.zero_point, sign, p.norm == 2.0f ? 1 + 1e-5 : 1.0);
             if (std::abs(best.stored) != stored) break;
         }
     }

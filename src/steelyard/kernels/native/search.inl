@@ -20,6 +20,15 @@ struct Rounding {
           magic(1.5f * float(1 << (23 - f.mantissa))) {}
 };
 
+// |a|^NORM; NORM 0 stands for any other power.
+template <int NORM>
+static inline vf raise(vf a, const Power& power) {
+    if constexpr (NORM == 1) return vabs(a);
+    else if constexpr (NORM == 2) return a * a;
+    else if constexpr (NORM == 3) return a * a * vabs(a);
+    else return power(vabs(a));
+}
+
 // Sums of weight * |y - round(y)|^norm.
 template <bool INT, int NORM, bool WEIGHTED>
 struct ErrorKernel {
@@ -28,12 +37,7 @@ struct ErrorKernel {
         const vf y = load(x + i) * inverse + zero_point;
         const vf c = vmin(vmax(y, splat(r.qmin)), splat(r.qmax));
         const vf q = INT ? round_int(c) : round_float(c, r.smallest_normal, r.magic);
-        const vf d = y - q;
-        vf e;
-        if constexpr (NORM == 1) e = vabs(d);
-        else if constexpr (NORM == 2) e = d * d;
-        else if constexpr (NORM == 3) e = d * d * vabs(d);
-        else e = power(vabs(d));
+        vf e = raise<NORM>(y - q, power);
         if constexpr (WEIGHTED) e *= load(w + i);
         return e;
     }
