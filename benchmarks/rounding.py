@@ -11,17 +11,17 @@ another. Without texts, the model writes its own.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from whole_run import processor, versions
+from whole_run import asked, processor, versions
 
 EVALUATED, HELD_OUT = 8, 6_000_000  # samples of each text, and where they begin
 
@@ -138,10 +138,7 @@ def tokenize(model: str, text: str, other: str, samples: str, output: str) -> No
 TASKS = {"row": row, "tokenize": tokenize}
 
 
-def run(*arguments: object) -> Any:
-    command = [sys.executable, __file__, *map(str, arguments)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
-    return json.loads(done.stdout.splitlines()[-1])
+run = functools.partial(asked, sys.executable, script=__file__)
 
 
 def main() -> None:
