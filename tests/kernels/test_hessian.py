@@ -17,8 +17,7 @@ def hessian_of(*batches: torch.Tensor) -> torch.Tensor:
     columns = batches[0].shape[-1]
     slabs = [empty_slab(columns, start) for start in slab_starts(columns)]
     for x in batches:
-        for slab in slabs:
-            accumulate(slab, x)
+        accumulate(slabs, x)
     return symmetric(slabs)
 
 

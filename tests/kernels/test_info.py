@@ -15,7 +15,7 @@ from steelyard.kernels import backend
 from steelyard.kernels.range import range_of
 
 CPUINFO = Path("/proc/cpuinfo")
-X86_FEATURES = {"avx2", "fma", "avx512f", "avx512bw", "avx512vl"}
+X86_FEATURES = {"avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512_bf16"}
 
 
 def test_info_describes_the_extension() -> None:

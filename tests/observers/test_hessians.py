@@ -122,7 +122,10 @@ def test_drift_of_even_and_odd_batches(dtype: torch.dtype, workers: int) -> None
         x = torch.cat(batches[half::2]).double().flatten(0, 1)
         off = torch.cat(originals[half::2]).double().flatten(0, 1) - x
         assert_close(moments[half].double(), x.t() @ x, rtol=1e-5, atol=1e-4)
-        assert_close(drifts[half].double(), off.t() @ x, rtol=1e-5, atol=1e-4)
+        # of bf16 inputs, the differences are rounded to bf16
+        rounding = 1e-6 + (2.0**-8 if dtype == torch.bfloat16 else 0)
+        error = (drifts[half].double() - off.t() @ x).abs()
+        assert bool((error <= rounding * (off.abs().t() @ x.abs())).all())
 
 
 def test_without_originals_there_are_no_halves() -> None:

@@ -21,8 +21,9 @@ def info() -> dict[str, object]:
 
     >>> info()  # doctest: +SKIP
     {'backend': 'compiled', 'extension': True, 'extension_error': None, 'compiler': 'gcc 12.2.0',
-     'instruction_set': 'avx512', 'instruction_sets': ['avx512', 'avx2', 'baseline'],
-     'cpu_features': ['avx2', 'fma', 'avx512f', 'avx512bw', 'avx512vl']}
+     'instruction_set': 'avx512_bf16',
+     'instruction_sets': ['avx512_bf16', 'avx512', 'avx2', 'baseline'],
+     'cpu_features': ['avx2', 'fma', 'avx512f', 'avx512bw', 'avx512vl', 'avx512_bf16']}
     """
     native, error = extension()
     compiled = native is not None and resolve() != "reference"

@@ -41,7 +41,7 @@ def resolve(backend: str | None = None) -> str:
 
 
 def instruction_set() -> str:
-    """Return the build of the compiled kernels in use: avx512, avx2 or baseline."""
+    """Return the build of the compiled kernels: avx512_bf16, avx512, avx2 or baseline."""
     native, _ = extension()
     assert native is not None
     usable: list[str] = native.instruction_sets()

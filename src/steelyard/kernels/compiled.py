@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SCALE_TYPES",
+    "add_products",
     "format_of",
+    "has_products",
     "native",
     "optimal_qparams",
     "pack",
@@ -202,6 +204,27 @@ def pack(
         instruction_set(),
         threads(weight),
     )
+
+
+def has_products() -> bool:
+    """Whether the instruction set has a product of matrices; torch's is faster on the baseline."""
+    return instruction_set() != "baseline"
+
+
+def add_products(
+    left: torch.Tensor | None,
+    right: torch.Tensor,
+    slabs: Sequence[torch.Tensor],
+    starts: Sequence[int],
+) -> None:
+    """Add left^T right to slabs; without `left`, right^T right on and above the diagonal."""
+    rows = None if left is None else _by_token(left)
+    native().products(rows, _by_token(right), list(slabs), list(starts), instruction_set())
+
+
+def _by_token(x: torch.Tensor) -> torch.Tensor:
+    x = x.detach()
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def native() -> Any:

@@ -3,6 +3,11 @@
 (It is the second moment of the inputs, times the number of tokens.) H is symmetric, so only its
 upper triangle is computed, in slabs: a slab has some rows of H, from their diagonal block to the
 right. Slabs are independent, so several threads add to them without changing a bit.
+
+Products of two bf16 numbers are exact in fp32, where they are added. On processors with avx512_bf16
+bf16 inputs are therefore multiplied as they are, at twice the speed of fp32. The sums differ from
+those of fp32 inputs with the same values only by rounding, except that numbers below 2^-126 count
+as zero.
 """
 
 from __future__ import annotations
@@ -11,7 +16,10 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["accumulate", "empty_slab", "slab_starts", "symmetric"]
+from steelyard.kernels import compiled
+from steelyard.kernels.backend import use_compiled
+
+__all__ = ["accumulate", "accumulate_product", "empty_slab", "slab_starts", "symmetric"]
 
 _ROWS = 128  # fewer save multiplications, more make each of them cheaper
 
@@ -26,14 +34,42 @@ def empty_slab(columns: int, start: int, device: torch.device | str = "cpu") -> 
     return torch.zeros(min(_ROWS, columns - start), columns - start, device=device)
 
 
-def accumulate(slab: torch.Tensor, x: torch.Tensor) -> None:
-    """Add a slab's rows of x^T x to it.
+def accumulate(slabs: Sequence[torch.Tensor], x: torch.Tensor, backend: str | None = None) -> None:
+    """Add x^T x to some of its slabs, in place; entries below the diagonal are undefined.
 
-    slab: (rows, columns - its first row), fp32
-    x:    (tokens, columns), fp32
+    slabs: each (rows, columns - its first row), fp32
+    x:     (tokens, columns)
     """
-    start = x.shape[1] - slab.shape[1]
-    slab.addmm_(x[:, start : start + len(slab)].t(), x[:, start:])
+    starts = [x.shape[1] - slab.shape[1] for slab in slabs]
+    if use_compiled(x, backend) and compiled.has_products():
+        compiled.add_products(None, x, slabs, starts)
+        return
+    wide = x.float()
+    for slab, start in zip(slabs, starts, strict=True):
+        slab.addmm_(wide[:, start : start + len(slab)].t(), wide[:, start:])
+
+
+def accumulate_product(
+    slabs: Sequence[torch.Tensor],
+    starts: Sequence[int],
+    left: torch.Tensor,
+    right: torch.Tensor,
+    backend: str | None = None,
+) -> None:
+    """Add left^T right to some of its rows, in place.
+
+    slabs:  each (rows, columns), fp32
+    starts: the first row of each slab
+    left:   (tokens, columns); right likewise
+    """
+    if left.dtype != right.dtype:
+        left, right = left.float(), right.float()
+    if use_compiled(right, backend) and compiled.has_products():
+        compiled.add_products(left, right, slabs, starts)
+        return
+    left, right = left.float(), right.float()
+    for slab, start in zip(slabs, starts, strict=True):
+        slab.addmm_(left[:, start : start + len(slab)].t(), right)
 
 
 def symmetric(slabs: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -134,6 +134,23 @@ struct RefineProblem {
     float* errors;               // as values
 };
 
+// Rows of a matrix, from one of its columns to the last.
+struct Slab {
+    float* data;  // (rows, columns - column), contiguous
+    int64_t row, rows, column;
+};
+
+// Adds left^T right to slabs, with tokens as the rows of both. Without `left`, it adds right^T right, on
+// and above the diagonal only.
+struct ProductProblem {
+    const void* left;
+    const void* right;
+    Type type;  // of both
+    int64_t tokens, columns, left_stride, right_stride;
+    const Slab* slabs;
+    int64_t count;
+};
+
 struct Table {
     const char* name;
     void (*range)(const View&, float* low, float* high, int threads);
@@ -144,12 +161,14 @@ struct Table {
     void (*pack)(const PackProblem&, int threads);
     void (*gptq_block)(const GptqProblem&, int threads);
     void (*refine_block)(const RefineProblem&, int threads);
+    void (*products)(const ProductProblem&);  // null: none
 };
 
 extern const Table baseline_table;
 #if defined(__x86_64__)
 extern const Table avx2_table;
 extern const Table avx512_table;
+void products_of_pairs(const ProductProblem&);  // needs avx512_bf16
 #endif
 
 }  // namespace steelyard

@@ -26,6 +26,8 @@ namespace {
 
 #include "simd.inl"
 
+#include "types.inl"
+
 #include "gather.inl"
 
 #include "scales.inl"
@@ -44,13 +46,19 @@ namespace {
 
 #include "refine.inl"
 
+#if VECTOR_BYTES > 16  // below that, torch's products are faster
+#include "products.inl"
+#else
+constexpr void (*products)(const ProductProblem&) = nullptr;
+#endif
+
 }  // namespace
 }  // namespace STEELYARD_ISA
 
 const Table JOIN(STEELYARD_ISA, _table) = {
     TEXT(STEELYARD_ISA),    STEELYARD_ISA::range,       STEELYARD_ISA::qparams, STEELYARD_ISA::search,
     STEELYARD_ISA::optimal, STEELYARD_ISA::sum_squares, STEELYARD_ISA::pack,
-    STEELYARD_ISA::gptq_block, STEELYARD_ISA::refine_block,
+    STEELYARD_ISA::gptq_block, STEELYARD_ISA::refine_block, STEELYARD_ISA::products,
 };
 
 }  // namespace steelyard

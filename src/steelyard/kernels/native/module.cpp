@@ -16,6 +16,7 @@
 #include "api.h"
 #include "arguments.h"
 #include "instruction_sets.h"
+#include "module.h"
 
 using namespace steelyard;
 
@@ -143,83 +144,6 @@ void pack(const Tensor& weight, ConstFloats scale, std::optional<ConstFloats> ze
     table.pack(p, threads);
 }
 
-void gptq_block(ConstFloats weight, std::optional<ConstFloats> lower, std::optional<ConstFloats> sums,
-                ConstFloats added, ConstFloats scale, std::optional<ConstFloats> zero_point,
-                Indices group, const Format& format, int type, bool round_quotient, bool tight,
-                std::optional<Floats> values, Floats errors, Doubles losses, const std::string& isa,
-                int threads) {
-    if (lower.has_value() != sums.has_value() || lower.has_value() != values.has_value()) {
-        throw std::invalid_argument("lower, sums and values go together");
-    }
-    require_matrix(weight, "weight");
-    require_matrix(scale, "scale");
-    if (type < 0 || type > int(Type::bf16)) throw std::invalid_argument("no such type");
-    GptqProblem p{};
-    p.columns = int64_t(weight.shape(0));
-    p.rows = int64_t(weight.shape(1));
-    const int64_t size = p.columns * p.rows, groups = int64_t(scale.shape(0));
-    if (lower) require_size(*lower, p.columns * p.columns, "lower");
-    if (sums) require_size(*sums, size, "sums");
-    if (values) require_size(*values, size, "values");
-    require_size(added, p.columns, "added");
-    require_size(scale, groups * p.rows, "scale");
-    if (zero_point) require_size(*zero_point, groups * p.rows, "zero_point");
-    require_groups(group, p.columns, groups);
-    require_size(errors, size, "errors");
-    require_size(losses, p.rows, "losses");
-    p.type = Type(type);
-    p.format = format;
-    p.weight = weight.data();
-    p.lower = lower ? lower->data() : nullptr;
-    p.round_quotient = round_quotient;
-    p.tight = tight;
-    p.sums = sums ? sums->data() : nullptr;
-    p.added = added.data();
-    p.scale = scale.data();
-    p.zero_point = zero_point ? zero_point->data() : nullptr;
-    p.group = group.data();
-    p.values = values ? values->data() : nullptr;
-    p.errors = errors.data();
-    p.losses = losses.data();
-    const Table& table = require_table(isa);
-    nb::gil_scoped_release release;
-    table.gptq_block(p, threads);
-}
-
-void refine_block(ConstFloats hessian, ConstFloats sums, Floats scale,
-                  std::optional<ConstFloats> zero_point, Indices group, const Format& format, int type,
-                  bool round_quotient, bool tight, bool fit, Floats values, Floats errors,
-                  const std::string& isa, int threads) {
-    require_matrix(values, "values");
-    require_matrix(scale, "scale");
-    if (type < 0 || type > int(Type::bf16)) throw std::invalid_argument("no such type");
-    RefineProblem p{};
-    p.columns = int64_t(values.shape(0));
-    p.rows = int64_t(values.shape(1));
-    const int64_t groups = int64_t(scale.shape(0));
-    require_size(hessian, p.columns * p.columns, "hessian");
-    require_size(sums, p.columns * p.rows, "sums");
-    require_size(errors, p.columns * p.rows, "errors");
-    require_size(scale, groups * p.rows, "scale");
-    if (zero_point) require_size(*zero_point, groups * p.rows, "zero_point");
-    require_groups(group, p.columns, groups);
-    p.type = Type(type);
-    p.format = format;
-    p.hessian = hessian.data();
-    p.sums = sums.data();
-    p.round_quotient = round_quotient;
-    p.tight = tight;
-    p.fit = fit;
-    p.scale = scale.data();
-    p.zero_point = zero_point ? zero_point->data() : nullptr;
-    p.group = group.data();
-    p.values = values.data();
-    p.errors = errors.data();
-    const Table& table = require_table(isa);
-    nb::gil_scoped_release release;
-    table.refine_block(p, threads);
-}
-
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -262,15 +186,7 @@ NB_MODULE(_native, m) {
           nb::arg("format"), nb::arg("block_rows"), nb::arg("block_columns"), nb::arg("num_bits"),
           nb::arg("layout"), nb::arg("round_quotient"), nb::arg("out").none(),
           nb::arg("errors").none(), nb::arg("isa"), nb::arg("threads"));
-    m.def("gptq_block", &gptq_block, nb::arg("weight"), nb::arg("lower").none(),
-          nb::arg("sums").none(), nb::arg("added"), nb::arg("scale"), nb::arg("zero_point").none(),
-          nb::arg("group"), nb::arg("format"), nb::arg("type"), nb::arg("round_quotient"),
-          nb::arg("tight"), nb::arg("values").none(), nb::arg("errors"), nb::arg("losses"),
-          nb::arg("isa"), nb::arg("threads"));
-    m.def("refine_block", &refine_block, nb::arg("hessian"), nb::arg("sums"), nb::arg("scale"),
-          nb::arg("zero_point").none(), nb::arg("group"), nb::arg("format"), nb::arg("type"),
-          nb::arg("round_quotient"), nb::arg("tight"), nb::arg("fit"), nb::arg("values"),
-          nb::arg("errors"), nb::arg("isa"), nb::arg("threads"));
+    bind_gptq(m);
     m.def("instruction_sets", &instruction_sets,
           "Return the builds of the kernels that this processor runs, best first.");
     m.def("cpu_features", &cpu_features,

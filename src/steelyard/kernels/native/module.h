@@ -1,0 +1,10 @@
+// The parts of the extension's interface that have a file of their own.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace steelyard {
+
+void bind_gptq(nanobind::module_& m);  // the kernels of GPTQ, and of its Hessians
+
+}  // namespace steelyard
