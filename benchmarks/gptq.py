@@ -1,75 +1,100 @@
-"""GPTQ and importance beside llm-compressor: whole runs, and what they do to the model.
+"""GPTQ and importance beside llm-compressor and AutoRound: whole runs, and what the model lost.
 
 Each run is a process of its own that writes a checkpoint from the same folder with the same
-calibration tokens. The weights of each checkpoint, decoded by compressed-tensors, are then put into
-one fp32 model, and its distribution is held against that of the weights before.
+calibration tokens; sides take turns. The weights of each checkpoint, decoded by compressed-tensors,
+are then put into one fp32 model and compared with the original on held-out samples of the
+calibration's domain and of another. Standard errors are over samples; a draw is a part of the text
+that another draw does not calibrate on.
 
-    python benchmarks/gptq.py MODEL --text FILE --python OURS --peer-python PEER [--json FILE]
+    python benchmarks/gptq.py MODEL --text FILE [--other FILE] --python OURS --peer-python PEER
+                              [--tuner-python AUTOROUND] [--draws 3] [--rows NAME ...] [--json FILE]
     python benchmarks/gptq.py MODEL ...          # without --text: what the model itself writes
+
+With `--json`, runs that the file already has are not repeated, so a long table can be measured in
+parts; delete the file to measure anew.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from whole_run import asked, least, measured, processor, versions
 
 SAMPLES, LENGTH, EVALUATED = 64, 512, 16
-SIDES = ("peer", "ours")
+HELD_OUT, OTHER = 6_000_000, 100_000  # where evaluation begins, in characters
+TUNER_STEPS = 50
+E4M3 = "torch.float8_e4m3fn"
 
 
-def weights(bits: int, observer: str, group: int) -> dict:
-    args = {"num_bits": bits, "strategy": "group", "group_size": group, "observer": observer}
-    return {"targets": ["Linear"], "weights": args}
+def integers(bits: int, group: int) -> dict[str, Any]:
+    return {"num_bits": bits, "strategy": "group", "group_size": group}
 
 
-def nvfp4(observer: str) -> dict:
-    e4m3 = "torch.float8_e4m3fn"
-    args = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
-    args |= {"observer": observer, "scale_dtype": e4m3, "zp_dtype": e4m3}
-    return {"targets": ["Linear"], "weights": args}
+NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+NVFP4 |= {"scale_dtype": E4M3, "zp_dtype": E4M3}
+MXFP4 = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
+MXFP4 |= {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
 
 
-def rows(group: int) -> dict[str, dict]:
-    """Return per row: the modifier, whether importance is gathered, and each side's scheme."""
+def rows(group: int) -> dict[str, dict[str, Any]]:
+    """Return per row: the modifier, the type of weights, and each side's observer or scheme."""
+    gptq = {"modifier": "GPTQModifier", "ours": "optimal"}
     return {
         "W4A16 GPTQ": {
-            "modifier": "GPTQModifier",
-            "peer": weights(4, "memoryless_minmax", group),
-            "ours": weights(4, "optimal", group),
+            **gptq,
+            "weights": integers(4, group),
+            "peer": "memoryless_minmax",
         },
         "W4A16 GPTQ, the same scales": {
-            "modifier": "GPTQModifier",
-            "peer": weights(4, "memoryless_minmax", group),
-            "ours": weights(4, "memoryless_minmax", group),
+            **gptq,
+            "weights": integers(4, group),
+            "peer": "memoryless_minmax",
+            "ours": "memoryless_minmax",
         },
         "W4A16 GPTQ with importance": {
-            "modifier": "GPTQModifier",
-            "gathers": True,
-            "peer": weights(4, "imatrix_mse", group),
-            "ours": weights(4, "optimal", group),
+            **gptq,
+            "weights": integers(4, group),
+            "peer": "imatrix_mse",
+            "tuner": {"scheme": "W4A16", "group_size": group},
         },
         "W4A16 importance only": {
             "modifier": "QuantizationModifier",
             "gathers": True,
-            "peer": weights(4, "imatrix_mse", group),
-            "ours": weights(4, "optimal", group),
+            "weights": integers(4, group),
+            "peer": "imatrix_mse",
+            "ours": "optimal",
         },
-        "W3A16 GPTQ": {
-            "modifier": "GPTQModifier",
-            "peer": weights(3, "memoryless_minmax", group),
-            "ours": weights(3, "optimal", group),
+        "W3A16 GPTQ with importance": {
+            **gptq,
+            "weights": integers(3, group),
+            "peer": "imatrix_mse",
+            "tuner": {"scheme": "W3A16", "group_size": group},
         },
         "NVFP4A16 GPTQ": {
-            "modifier": "GPTQModifier",
-            "peer": nvfp4("memoryless_minmax"),
-            "ours": nvfp4("optimal"),
+            **gptq,
+            "weights": NVFP4,
+            "peer": "memoryless_minmax",
+            "tuner": {"scheme": "NVFP4", "act_bits": 16},
+        },
+        "MXFP4A16 GPTQ": {
+            **gptq,
+            "weights": MXFP4,
+            "peer": "memoryless_minmax",
+            "tuner": {"scheme": "MXFP4", "act_bits": 16},
+        },
+        "MXFP4A16 min-max": {
+            "modifier": "QuantizationModifier",
+            "weights": MXFP4,
+            "ours": "memoryless_minmax",
         },
     }
 
@@ -80,6 +105,13 @@ def rows(group: int) -> dict[str, dict]:
 def run_side(side: str, name: str, group: str, model: str, tokens: str, output: str) -> None:
     import torch
 
+    row = rows(int(group))[name]
+    samples = [{"input_ids": torch.tensor(r)} for r in json.loads(Path(tokens).read_text())]
+    data = torch.utils.data.DataLoader(samples, batch_size=1)
+    length = len(samples[0]["input_ids"])
+    if side == "tuner":
+        tune(model, row["tuner"], data, len(samples), length, output)
+        return
     if side == "peer":
         from llmcompressor import oneshot
         from llmcompressor.modifiers import gptq, quantization
@@ -89,19 +121,31 @@ def run_side(side: str, name: str, group: str, model: str, tokens: str, output: 
         from steelyard import modifiers, oneshot
 
         known = vars(modifiers)
-    row = rows(int(group))[name]
-    main = known[row["modifier"]](config_groups={"group_0": row[side]}, ignore=["lm_head"])
+    scheme = {"targets": ["Linear"], "weights": row["weights"] | {"observer": row[side]}}
+    main = known[row["modifier"]](config_groups={"group_0": scheme}, ignore=["lm_head"])
     gathers = side == "ours" and row.get("gathers")  # the peer's observer gathers unasked
     gatherer = [known["IMatrixGatherer"]()] if gathers else []
-    data = [{"input_ids": torch.tensor(r)} for r in json.loads(Path(tokens).read_text())]
     oneshot(
         model=model,
         recipe=[*gatherer, main],
         output_dir=output,
-        dataset=torch.utils.data.DataLoader(data, batch_size=1),
-        num_calibration_samples=SAMPLES,
-        max_seq_length=LENGTH,
+        dataset=data,
+        num_calibration_samples=len(samples),
+        max_seq_length=length,
     )
+
+
+def tune(
+    model: str, scheme: dict[str, Any], data: Any, samples: int, length: int, output: str
+) -> None:
+    """Let AutoRound quantize, and store the weights as it reconstructs them."""
+    from auto_round import AutoRound
+    from transformers import AutoTokenizer
+
+    size = {"iters": TUNER_STEPS, "nsamples": samples, "seqlen": length}
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tuner = AutoRound(model, tokenizer, dataset=data, **size, **scheme, device_map="cpu")
+    tuner.quantize_and_save(output, format="fake")
 
 
 def import_side(side: str, *_: str) -> None:
@@ -109,74 +153,106 @@ def import_side(side: str, *_: str) -> None:
 
     if side == "peer":
         import llmcompressor.modifiers.gptq  # noqa: F401
+    elif side == "tuner":
+        import auto_round  # noqa: F401
     else:
         from steelyard import modifiers, oneshot  # noqa: F401
 
 
-def tokenize(model: str, text: str, output: str) -> None:
-    """Write rows to calibrate with, and rows to evaluate on."""
+def tokenize(model: str, text: str, other: str, draws: str, samples: str, output: str) -> None:
+    """Write rows to calibrate with, for each draw, and rows of each text to evaluate on."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+    positions = AutoConfig.from_pretrained(model).max_position_embeddings
+    length, count, number = min(LENGTH, positions), int(samples), int(draws)
     if text == "-":
         writer = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
         torch.manual_seed(0)
-        length = min(LENGTH, writer.config.max_position_embeddings)
-        start = torch.full((SAMPLES + EVALUATED, 1), writer.config.bos_token_id)
+        start = torch.full((EVALUATED + number * count, 1), writer.config.bos_token_id)
         size = {"max_new_tokens": length - 1, "min_new_tokens": length - 1}
         mask = torch.ones_like(start)
         ids = writer.generate(start, attention_mask=mask, do_sample=True, top_k=0, **size).tolist()
-        parts = [ids[:SAMPLES], ids[SAMPLES:]]
+        held_out = {"own text": ids[:EVALUATED]}
+        parts = [ids[EVALUATED + i * count :][:count] for i in range(number)]
     else:
-        prose = Path(text).read_text(encoding="utf-8")
         tokenizer = AutoTokenizer.from_pretrained(model)
-        parts = []
-        for offset, count in ((0, SAMPLES), (6_000_000, EVALUATED)):
-            piece = prose[offset : offset + 8 * count * LENGTH]
-            found = tokenizer(piece)["input_ids"][: count * LENGTH]
-            parts.append([found[i : i + LENGTH] for i in range(0, len(found), LENGTH)])
-    for part, name in zip(parts, ("calibration", "evaluation"), strict=True):
-        Path(f"{output}-{name}.json").write_text(json.dumps(part))
+        begin = tokenizer("")["input_ids"]  # such as Gemma's <bos>
+        size = length - len(begin)
+
+        def pieces(file: str, offset: int, many: int) -> list[list[int]]:
+            prose = Path(file).read_text(encoding="utf-8")[offset : offset + 10 * many * length]
+            ids = tokenizer(prose, add_special_tokens=False)["input_ids"]
+            return [begin + ids[i * size : (i + 1) * size] for i in range(many)]
+
+        parts = [pieces(text, i * HELD_OUT // 6, count) for i in range(number)]
+        held_out = {"same domain": pieces(text, HELD_OUT, EVALUATED)}
+        if other != "-":
+            held_out["other domain"] = pieces(other, OTHER, EVALUATED)
+    for i, part in enumerate(parts):
+        Path(f"{output}-{i}.json").write_text(json.dumps(part))
+    Path(f"{output}-held-out.json").write_text(json.dumps(held_out))
 
 
-def evaluate(model: str, tokens: str, *folders: str) -> dict[str, dict[str, float]]:
-    """Return perplexity and mean KL divergence of each checkpoint, and of the model itself."""
+def evaluate(model: str, held_out: str, *folders: str) -> dict[str, Any]:
+    """Return perplexity and KL divergence of each checkpoint on each text, and of the model."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    from steelyard.checkpoint.written import WrittenCheckpoint
-
-    batches = torch.tensor(json.loads(Path(tokens).read_text())).split(4)
+    texts = {k: torch.tensor(v) for k, v in json.loads(Path(held_out).read_text()).items()}
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     kept = {name: p.detach().clone() for name, p in plain.named_parameters()}
 
     @torch.no_grad()
-    def distributions():
-        for batch in batches:
-            yield batch, plain(batch).logits.log_softmax(-1)
+    def log_probabilities(ids: torch.Tensor) -> Iterator[torch.Tensor]:
+        for sample in ids:
+            yield plain(sample[None]).logits[0, :-1].float().log_softmax(-1)
 
-    reference = [logp.half() for _, logp in distributions()]
-    found: dict[str, dict[str, float]] = {}
+    before = {key: [p.half() for p in log_probabilities(ids)] for key, ids in texts.items()}
+    found: dict[str, Any] = {}
     for folder in ("", *folders):
-        parameters = dict(plain.named_parameters())
         if folder:
-            written = WrittenCheckpoint(Path(folder), None)
-            for module in written.schemes:
-                target = parameters[f"{module}.weight"].data
-                for start, part in written.decode(module):
-                    target[start : start + len(part)] = part
-        loss = divergence = 0.0
-        count = 0
-        for (batch, logp), base in zip(distributions(), reference, strict=True):
-            loss -= float(logp[:, :-1].gather(-1, batch[:, 1:, None]).double().sum())
-            base = base.float()
-            divergence += float((base.exp() * (base - logp)).sum(-1)[:, :-1].double().sum())
-            count += batch[:, 1:].numel()
-        perplexity = float(torch.tensor(loss / count).exp())
-        found[folder or "plain"] = {"perplexity": perplexity, "kl": divergence / count}
-        for name, value in kept.items():
-            parameters[name].data.copy_(value)
+            put(folder, dict(plain.named_parameters()))
+        for key, ids in texts.items():
+            losses, divergences = [], []
+            samples = zip(ids, log_probabilities(ids), before[key], strict=True)
+            for sample, logp, base in samples:
+                losses.append(-float(logp.gather(-1, sample[1:, None]).double().mean()))
+                wide = base.float()
+                divergences.append(float((wide.exp() * (wide - logp)).sum(-1).double().mean()))
+            kl, error = mean_and_error(divergences)
+            perplexity = math.exp(sum(losses) / len(losses))
+            one = {"perplexity": perplexity, "kl": kl, "error": error}
+            found.setdefault(folder or "plain", {})[key] = one
+        with torch.no_grad():
+            for name, value in plain.named_parameters():
+                value.copy_(kept[name])
     return found
+
+
+def put(folder: str, parameters: dict[str, Any]) -> None:
+    """Replace quantized weights by those that a checkpoint stores."""
+    from safetensors import safe_open
+
+    from steelyard.checkpoint.written import WrittenCheckpoint
+
+    if "quantization_config" in json.loads((Path(folder) / "config.json").read_text()):
+        written = WrittenCheckpoint(Path(folder), None)
+        for module in written.schemes:
+            target = parameters[f"{module}.weight"].data
+            for start, part in written.decode(module):
+                target[start : start + len(part)] = part
+        return
+    for file in Path(folder).rglob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            for name in set(opened.keys()) & set(parameters):
+                parameters[name].data.copy_(opened.get_tensor(name))
+
+
+def mean_and_error(values: list[float]) -> tuple[float, float]:
+    mean = sum(values) / len(values)
+    spread = math.sqrt(sum((each - mean) ** 2 for each in values) / (len(values) - 1))
+    return mean, spread / math.sqrt(len(values))
 
 
 TASKS = {
@@ -191,27 +267,48 @@ TASKS = {
 # ---- the one that starts them ----
 
 
-def run_row(name: str, options: argparse.Namespace, scratch: Path, tokens: Path) -> dict:
-    pythons = {"peer": options.peer_python, "ours": options.python}
-    outputs = {side: scratch / side for side in SIDES}
-    runs: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
-    for side in SIDES * options.runs:
+class Table:
+    """Results that a file keeps, so that none is measured twice."""
+
+    def __init__(self, file: Path | None, about: dict[str, Any]) -> None:
+        self.file = file
+        kept = json.loads(file.read_text()) if file and file.exists() else {}
+        self.found: dict[str, Any] = {"imports": {}, "results": [], **kept, **about}
+
+    def has(self, row: str, draw: int, side: str) -> bool:
+        key = [row, draw, side]
+        return any([r["row"], r["draw"], r["side"]] == key for r in self.found["results"])
+
+    def save(self) -> None:
+        if self.file:
+            self.file.write_text(json.dumps(self.found, indent=1) + "\n")
+
+
+def run_row(name: str, draw: int, options: argparse.Namespace, tokens: Path, table: Table) -> None:
+    row, scratch = rows(options.group)[name], tokens.parent
+    sides = [s for s in options.pythons if s in row and not table.has(name, draw, s)]
+    outputs = {side: scratch / side for side in sides}
+    runs: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
+    for side in sides * options.runs:
         shutil.rmtree(outputs[side], ignore_errors=True)
-        data = f"{tokens}-calibration.json"
+        data = f"{tokens}-{draw}.json"
         given = [side, name, options.group, options.model, data, outputs[side]]
-        runs[side].append(measured([pythons[side], __file__, "run", *map(str, given)]))
+        runs[side].append(measured([options.pythons[side], __file__, "run", *map(str, given)]))
         r = runs[side][-1]
-        print(
-            f"{name:<28} {side:<5} {r['wall']:7.1f} s, CPU {r['cpu']:7.1f} s, peak "
-            f"{r['peak'] / 1e6:6.0f} MB",
-            flush=True,
-        )
-    evaluation = f"{tokens}-evaluation.json"
-    found = asked_here(options.python, "evaluate", options.model, evaluation, *outputs.values())
-    best = {side: {**least(runs[side]), **found[str(outputs[side])]} for side in SIDES}
-    for side in SIDES:
-        print(f"    {side:<5} KL {best[side]['kl']:.4f}, perplexity {best[side]['perplexity']:.3f}")
-    return {"row": name, **best, "plain": found["plain"]}
+        taken = f"{r['wall']:7.1f} s, CPU {r['cpu']:7.1f} s, peak {r['peak'] / 1e6:6.0f} MB"
+        print(f"{name:<28} draw {draw} {side:<5} {taken}", flush=True)
+    if not sides:
+        return
+    held_out = f"{tokens}-held-out.json"
+    found = asked_here(options.python, "evaluate", options.model, held_out, *outputs.values())
+    table.found["plain"] = found.pop("plain")
+    for side in sides:
+        texts = found[str(outputs[side])]
+        result = {"row": name, "draw": draw, "side": side, **least(runs[side]), "texts": texts}
+        table.found["results"].append(result)
+        shown = (f"{k}: KL {v['kl']:.4f} ± {v['error']:.4f}" for k, v in texts.items())
+        print(f"    {side:<5} {', '.join(shown)}", flush=True)
+    table.save()
 
 
 def asked_here(python: str, kind: str, *arguments: object) -> dict:
@@ -225,36 +322,46 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("model", type=Path)
     parser.add_argument("--text", type=Path, help="else what the model itself writes")
+    parser.add_argument("--other", type=Path, help="text of another domain to evaluate on")
     parser.add_argument("--group", type=int, default=64)
     parser.add_argument("--python", default=sys.executable, help="of ours")
-    parser.add_argument("--peer-python", default=sys.executable, help="of llm-compressor's")
+    parser.add_argument("--peer-python", help="of llm-compressor's")
+    parser.add_argument("--tuner-python", help="of AutoRound's")
+    parser.add_argument("--sides", nargs="*", default=["peer", "ours", "tuner"])
+    parser.add_argument("--samples", type=int, default=SAMPLES)
+    parser.add_argument("--draws", type=int, default=1)
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--rows", nargs="*")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    pythons = {"peer": options.peer_python, "ours": options.python, "tuner": options.tuner_python}
+    options.pythons = {s: python for s, python in pythons.items() if python and s in options.sides}
+    packages = {"peer": "llmcompressor", "ours": "torch", "tuner": "auto-round"}
     with tempfile.TemporaryDirectory() as folder:
-        scratch = Path(folder)
-        tokens = scratch / "tokens"
-        asked_here(options.python, "tokenize", options.model, options.text or "-", tokens)
-        chosen = options.rows or list(rows(options.group))
-        calibration = json.loads(Path(f"{tokens}-calibration.json").read_text())
-        results = [run_row(name, options, scratch, tokens) for name in chosen]
-        given = [options.peer_python, options.python]
-        imports = {
-            side: least([measured([python, __file__, "import", side]) for _ in range(2)])
-            for side, python in zip(SIDES, given, strict=True)
-        }
-    if options.json:
-        outcome = {
+        tokens = Path(folder) / "tokens"
+        given = [options.text or "-", options.other or "-", options.draws, options.samples, tokens]
+        asked_here(options.python, "tokenize", options.model, *given)
+        calibration = json.loads(Path(f"{tokens}-0.json").read_text())
+        about = {
             "model": options.model.name,
             "group": options.group,
             "calibration": f"{len(calibration)} x {len(calibration[0])} tokens",
+            "evaluation": f"{EVALUATED} x {len(calibration[0])} tokens of each text",
             "machine": {"processor": processor(), "cores": os.cpu_count()},
-            "imports": imports,
-            "versions": {"peer": asked_here(options.peer_python, "versions", "llmcompressor")},
-            "results": results,
+            "threads": int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)),
+            "tuner steps": TUNER_STEPS,
         }
-        options.json.write_text(json.dumps(outcome, indent=1) + "\n")
+        table = Table(options.json, about)
+        for side, python in options.pythons.items():
+            table.found.setdefault("versions", {})[side] = asked_here(
+                python, "versions", packages[side]
+            )
+            if side not in table.found["imports"]:
+                alone = [measured([python, __file__, "import", side]) for _ in range(2)]
+                table.found["imports"][side] = least(alone)
+        for draw in range(options.draws):
+            for name in options.rows or list(rows(options.group)):
+                run_row(name, draw, options, tokens, table)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import itertools
 import json
-import multiprocessing
 import os
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from families import small_model
+from forked import start_forked
 from interruption import Stop, stop_at_mark
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -365,12 +365,7 @@ def rank_of_two(rank: int, source: Path, kind: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["minmax", "optimal"])
 def test_two_ranks_save_and_use_what_one_does(kind: str, source: Path, tmp_path: Path) -> None:
-    spawn = multiprocessing.get_context("spawn")
-    ranks = [
-        spawn.Process(target=rank_of_two, args=(rank, source, kind, tmp_path)) for rank in range(2)
-    ]
-    for process in ranks:
-        process.start()
+    ranks = [start_forked(rank_of_two, rank, source, kind, tmp_path) for rank in range(2)]
     for process in ranks:
         process.join(120)
         process.kill()

@@ -22,6 +22,12 @@ def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(request.param)
 
 
+@pytest.fixture
+def builds() -> list[str]:
+    """All of them, for a test that compares each with one result of the reference."""
+    return BUILDS or pytest.skip("there is no extension")
+
+
 @pytest.fixture(params=instruction_sets())
 def product_isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("STEELYARD_ISA", request.param)

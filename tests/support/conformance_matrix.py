@@ -6,6 +6,7 @@ covered without an edit here.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import math
@@ -66,6 +67,15 @@ SHAPES = {
     **dict.fromkeys(("q", "k", "v"), (2, HEADS, 3, HEAD_DIM)),
 }
 BLOCK = [4, 16]
+
+
+@contextlib.contextmanager
+def case(*parts: Any) -> Iterator[None]:
+    """Name a case of a test that goes through many, each too small for a test of its own."""
+    try:
+        yield
+    except Exception as error:
+        raise AssertionError(f"{' '.join(map(str, parts))}: {error}") from error
 
 
 def formats_of(strategy: str, names: Iterable[str] = FORMATS) -> list[str]:
