@@ -12,6 +12,9 @@ values it changes, and each is kept only if the error of the stored row falls:
 - The code of a column. The error is a parabola in q_j too, with its minimum at
   q_j + (H e)_j / H_jj, and the code nearest to that is the best.
 
+NVFP4's global scale stays as it is. Once the groups have their scales, the best factor for it takes
+less than 0.02 % off the error: see benchmarks/README.md.
+
 GPTQ fixes the first columns before it knows the errors of the last, and its scales before any
 code. A round goes once over all groups, each with its scale and then its columns; the product H e
 is computed again for each block of columns.
