@@ -8,8 +8,12 @@ import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from gptq_problems import DTYPES, FORMATS, hessian_of, loss_of, qparams_of, solved, weight_of
+from hypothesis import given as over
+from hypothesis import settings
+from hypothesis import strategies as st
 from torch.testing import assert_close
 
+from steelyard.kernels import compiled_gptq
 from steelyard.kernels.gptq_grid import Grid
 from steelyard.kernels.gptq_refine import ScaleSteps, refine, refine_block
 from steelyard.kernels.gptq_rounding import activation_order, solve
@@ -19,10 +23,20 @@ both_backends = pytest.mark.parametrize("backend", ["reference", "compiled"])
 both = pytest.mark.parametrize("fast", [False, True], ids=["reference", "compiled"])
 
 
-def problem(args: QuantizationArgs, rows: int = 9, columns: int = 32) -> dict[str, Any]:
-    """A weight that is rounded to nearest, and what refining takes."""
-    weight, hessian = weight_of(rows, columns), hessian_of(columns)
+def problem(
+    args: QuantizationArgs,
+    rows: int = 9,
+    columns: int = 32,
+    stored: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """A weight that is rounded to nearest, and what refining takes.
+
+    stored: the type of scales, where the format leaves it to the weight
+    """
+    weight, hessian = weight_of(rows, columns, seed=seed), hessian_of(columns, seed=seed + 1)
     scale, zero_point, global_scale = qparams_of(weight, args)
+    scale = scale.to(stored) if args.scale_dtype is None else scale
     grid = Grid.of(weight, scale, zero_point, args, global_scale, False, None)
     return {
         "target": weight.t().contiguous(),
@@ -74,6 +88,109 @@ def test_a_scale_becomes_that_of_least_squares(name: str, fast: bool) -> None:
     # columns that no error can improve: the codes stay, and only scales move
     _, grid = refine(**{**given, "values": given["values"].clone()}, rounds=1, fast=fast)
     assert_close(grid.scale[0].double(), expected, rtol=1e-4, atol=0)
+
+
+STORED = [
+    ("int4_group", torch.bfloat16),
+    ("int4_group", torch.float16),
+    ("int4_asym_group", torch.bfloat16),
+    ("NVFP4A16", torch.float8_e4m3fn),
+    ("MXFP4A16", torch.uint8),
+    ("MXFP8A16", torch.uint8),
+]
+every_stored = pytest.mark.parametrize(("name", "dtype"), STORED)
+
+
+def with_codes(given: dict[str, Any], scale: torch.Tensor) -> torch.Tensor:
+    """Give the codes of a problem with one group another scale; return them, (columns, rows)."""
+    grid = given["grid"]
+    codes = (given["values"] / grid.scale[0]).double()
+    codes = codes.round() if grid.args.type == "int" else codes
+    if grid.args.type == "float":
+        assert_close(codes * 2**9, (codes * 2**9).round(), rtol=0, atol=1e-3)
+    grid.scale[0] = scale
+    given["values"] = (codes * scale).float()
+    return codes
+
+
+def errors_of_scales(given: dict[str, Any], codes: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return every scale that can be stored, and the errors with fixed codes; (scales, rows)."""
+    steps, h, w = given["steps"], given["hessian"].double(), given["target"].double()
+    scales = scale_codes(steps.dtype) / (1.0 if steps.divisor is None else float(steps.divisor))
+    whole, cross, square = ((a * (h @ b)).sum(0) for a, b in ((w, w), (codes, w), (codes, codes)))
+    s = scales.unsqueeze(1)
+    return scales, whole - 2 * s * cross + s.square() * square
+
+
+def run_block(given: dict[str, Any], fast: bool) -> None:
+    errors = given["target"] - given["values"]
+    run = compiled_gptq.refine_block if fast else refine_block
+    sums = given["hessian"] @ errors
+    run(given["hessian"], sums, given["grid"], given["steps"], given["values"], errors, True)
+
+
+@both
+@pytest.mark.parametrize("away", [1.0, 1.4, 0.45])
+@every_stored
+def test_no_stored_scale_is_better(name: str, dtype: torch.dtype, away: float, fast: bool) -> None:
+    """Codes that were rounded with another scale, beside every scale that can be stored."""
+    args = FORMATS[name]
+    given = problem(args, columns=args.group_size, stored=dtype)
+    steps = given["steps"]
+    codes = with_codes(given, steps.nearest(given["grid"].scale[0] * away))
+    scales, tried = errors_of_scales(given, codes)
+    least = tried.amin(0)
+    run_block(given, fast)
+    found = given["grid"].scale[0].double()
+    assert_close(steps.nearest(found.float()).double(), found, rtol=0, atol=0)
+    assert bool((error_of(given, given["values"]) <= least * (1 + 1e-5)).all())
+    if not steps.coarse:  # else the scale may have moved on, with other codes
+        place = torch.searchsorted(scales, found)
+        assert_close(tried.gather(0, place.unsqueeze(0))[0], least, rtol=1e-5, atol=0)
+
+
+@both
+@pytest.mark.parametrize("away", [1.0, 1.4])
+@pytest.mark.parametrize("name", ["NVFP4A16", "MXFP4A16"])
+def test_a_coarse_scale_is_the_best_with_its_own_codes(name: str, away: float, fast: bool) -> None:
+    """Where columns do not interact, every code of every column can be tried for each scale."""
+    args = FORMATS[name]
+    given = problem(args, rows=40, columns=args.group_size)
+    given["hessian"] = given["hessian"].diagonal().diag().contiguous()
+    codes = with_codes(given, given["steps"].nearest(given["grid"].scale[0] * away))
+    scales, tried = errors_of_scales(given, codes)
+    fitted = tried.argmin(0)
+    every = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    every = torch.cat((-every, every))
+    off = given["target"].double().unsqueeze(2)
+    weights, best = given["hessian"].diagonal().double().unsqueeze(1), []
+    for place in (fitted - 1, fitted, fitted + 1):
+        values = scales[place.clamp(max=len(scales) - 1)].unsqueeze(1) * every  # (rows, codes)
+        best.append(((off - values).square().amin(2) * weights).sum(0))
+    run_block(given, fast)
+    least = torch.stack(best).amin(0)
+    assert_close(error_of(given, given["values"]), least, rtol=1e-5, atol=0)
+    assert bool((torch.stack(best).argmin(0) != 1).any())
+
+
+@settings(max_examples=20, deadline=None)
+@over(
+    st.sampled_from(
+        [*STORED, ("int4_asym_channel", torch.bfloat16), ("int3_group", torch.float32)]
+    ),
+    st.integers(0, 2**16),
+    st.booleans(),
+)
+def test_no_round_makes_a_row_worse(stored: tuple[str, torch.dtype], seed: int, fast: bool) -> None:
+    name, dtype = stored
+    given = problem(FORMATS[name], rows=5, stored=dtype, seed=seed)
+    before = start = error_of(given, given["values"])
+    for _ in range(3):
+        given["values"], given["grid"] = refine(**given, rounds=1, fast=fast)
+        after = error_of(given, given["values"])
+        assert bool((after <= before * (1 + 1e-5)).all())
+        before = after
+    assert bool((before < start).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint8])

@@ -174,15 +174,15 @@ struct RefineTile {
         const bool coarse = p.format.scale == ScaleType::e4m3 || p.format.scale == ScaleType::e8m0;
         const float divisor = p.format.has_global ? p.format.global_scale : 1.0f;
         for (int v = 0; v < GPTQ_VECTORS; ++v) {
+            if (p.fit) scale.at[v] = fit(first, last, v, scale.at[v], zero.at[v]);
             if (p.fit && coarse) {
+                sweep(first, last, v, scale.at[v], zero.at[v]);
                 vf near[2];
                 beside(nearest_stored(scale.at[v] * divisor, p.format.scale), p.format.scale, near[0],
                        near[1]);
                 for (const vf each : near) {
                     scale.at[v] = replaced(first, last, v, scale.at[v], each / divisor, zero.at[v]);
                 }
-            } else if (p.fit) {
-                scale.at[v] = fit(first, last, v, scale.at[v], zero.at[v]);
             }
             sweep(first, last, v, scale.at[v], zero.at[v]);
         }
