@@ -39,6 +39,8 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "percentile 99.999": ("percentile", {"percentile": 99.999}),
     "entropy": ("entropy", {}),
     "histogram_mse": ("histogram_mse", {}),
+    "histogram_mse, norm 1": ("histogram_mse", {"norm": 1.0}),
+    "histogram_mse, norm 3": ("histogram_mse", {"norm": 3.0}),
 }
 
 
@@ -109,12 +111,12 @@ def quality(options: argparse.Namespace) -> dict[str, Any]:
     scales = calibrated(model, layers, calibration)
     weights = {name: layer.weight.detach().clone() for name, layer in layers.items()}
     results = []
-    for scheme, kind in SCHEMES.items():
+    for scheme, kind in ((name, SCHEMES[name]) for name in options.schemes):
         for name, layer in layers.items():
             layer.weight.data.copy_(weights[name])
         round_weights(layers, kind)
         args = QuantizationArgs(strategy="tensor", **kind)
-        for row in (*ROWS, "not quantized"):
+        for row in (*options.rows, "not quantized"):
             chosen = scales.get(f"{scheme} {row}")
             hooks = []
             for name, layer in layers.items() if chosen else ():
@@ -193,6 +195,8 @@ def main() -> None:
     parser.add_argument("what", choices=["quality", "speed"])
     parser.add_argument("model", type=Path, nargs="?")
     parser.add_argument("--text", default="-", help="else what the model itself writes")
+    parser.add_argument("--rows", nargs="*", default=list(ROWS))
+    parser.add_argument("--schemes", nargs="*", default=list(SCHEMES))
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

@@ -64,6 +64,7 @@ def range_costs(
     zero_point: torch.Tensor,
     first: torch.Tensor | None,
     last: torch.Tensor | None,
+    norm: float,
     costs: torch.Tensor,
     isa: str,
     threads: int,

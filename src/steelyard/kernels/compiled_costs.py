@@ -12,13 +12,17 @@ from steelyard.kernels.compiled import format_of, native
 if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationArgs
 
-__all__ = ["divergences", "squared_errors"]
+__all__ = ["divergences", "errors_of"]
 
 
-def squared_errors(
-    counts: torch.Tensor, unit: torch.Tensor, zero_point: torch.Tensor, args: QuantizationArgs
+def errors_of(
+    counts: torch.Tensor,
+    unit: torch.Tensor,
+    zero_point: torch.Tensor,
+    args: QuantizationArgs,
+    norm: float,
 ) -> torch.Tensor:
-    return _range_costs(counts, unit, zero_point, args, (None, None))
+    return _range_costs(counts, unit, zero_point, args, (None, None), norm)
 
 
 def divergences(
@@ -28,7 +32,7 @@ def divergences(
     ends: torch.Tensor,
     args: QuantizationArgs,
 ) -> torch.Tensor:
-    return _range_costs(counts, unit, zero_point, args, (ends[0], ends[1]))
+    return _range_costs(counts, unit, zero_point, args, (ends[0], ends[1]), 2.0)
 
 
 def _range_costs(
@@ -37,6 +41,7 @@ def _range_costs(
     zero_point: torch.Tensor,
     args: QuantizationArgs,
     ends: tuple[torch.Tensor, torch.Tensor] | tuple[None, None],
+    norm: float,
 ) -> torch.Tensor:
     costs = torch.empty_like(unit, memory_format=torch.contiguous_format)
     described = format_of(args, torch.float32)  # scales are given as numbers
@@ -46,6 +51,7 @@ def _range_costs(
         unit.contiguous(),
         zero_point.contiguous(),
         *ends,
+        norm,
         costs,
         instruction_set(),
         torch.get_num_threads(),

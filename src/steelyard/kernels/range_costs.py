@@ -1,11 +1,12 @@
-"""What a histogram loses when it is quantized with given parameters: squared error, divergence.
+"""What a histogram loses when it is quantized with given parameters: error, divergence.
 
 Values are taken as spread evenly over their bin. Lengths are counted in bins: u is the stored scale
 over the bins' width, so that the edge e of a bin has the code e / u + zero_point before rounding.
 
-The squared error needs no sum over values: with A the antiderivative of a code's squared error,
+The error, a sum of |x - reconstructed x| ^ norm, needs no sum over values. With A the
+antiderivative of a code's error,
 
-    error of a bin = u^3 * count * (A(code of its upper edge) - A(code of its lower edge))
+    error of a bin = u^(norm + 1) * count * (A(code of its upper edge) - A(code of its lower edge))
 
 The divergence is that of entropy calibration: P is the histogram with the counts beyond the range
 moved to its outermost bins; Q has, for each code, the counts within the range spread evenly over
@@ -26,19 +27,20 @@ from steelyard.kernels.rounding import minifloat, quantized_range
 if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationArgs
 
-__all__ = ["divergences", "squared_errors"]
+__all__ = ["divergences", "errors_of"]
 
 _HALF = BINS // 2
 
 
-def squared_errors(
+def errors_of(
     counts: torch.Tensor,
     unit: torch.Tensor,
     zero_point: torch.Tensor,
     args: QuantizationArgs,
+    norm: float = 2.0,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """Return the sum of squared errors of each candidate, in squares of bins.
+    """Return the sum of errors ^ norm of each candidate, with errors in bins.
 
     counts:           (num_qparams, BINS) int64
     unit, zero_point: (num_qparams, num_candidates) fp64
@@ -46,7 +48,7 @@ def squared_errors(
                       was above that of an earlier candidate
     """
     if use_compiled(torch.empty(0), backend):
-        return compiled_costs.squared_errors(counts, unit, zero_point, args)
+        return compiled_costs.errors_of(counts, unit, zero_point, args, norm)
     costs = torch.empty_like(unit)
     low, high = quantized_range(args)
     for row, (count, u, z) in enumerate(zip(counts, unit, zero_point, strict=True)):
@@ -54,8 +56,8 @@ def squared_errors(
         edges = torch.stack([places - _HALF, places - _HALF + 1]).double()
         code = edges.unsqueeze(-1) / u + z  # (2, bins, candidates)
         inside = code.clamp(low, high)
-        area = _antiderivative(inside, args) + (code - inside) ** 3 / 3
-        costs[row] = ((area[1] - area[0]) * count[places, None]).sum(0) * u**3
+        area = _antiderivative(inside, args, norm) + _power(code - inside, norm)
+        costs[row] = ((area[1] - area[0]) * count[places, None]).sum(0) * u ** (norm + 1)
     return costs
 
 
@@ -107,26 +109,36 @@ def _divergence(
     return float((p / p.sum() * torch.log((p / p.sum()) / (spread / q.sum()))).sum())
 
 
-def _antiderivative(code: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
-    """Integrate the squared rounding error of codes from 0 to `code`."""
+def _antiderivative(code: torch.Tensor, args: QuantizationArgs, norm: float) -> torch.Tensor:
+    """Integrate the error of rounded codes from 0 to `code`."""
     if args.type == "int":
-        return _area(code)
+        return _area(code, norm)
     mantissa, smallest = minifloat(args.num_bits)
     step = _step(code, args)
     # what lies below a power of two: twice as many steps below the first, of the smallest size
     octave = torch.arange(64, dtype=torch.float64)
-    areas = 2.0**mantissa / 12 * torch.exp2(3 * (octave + smallest - mantissa))
+    areas = 2.0**mantissa * _cell(norm) * torch.exp2((norm + 1) * (octave + smallest - mantissa))
     areas[0] *= 2
     below = torch.cumsum(areas, 0) - areas
     index = (torch.log2(step) + mantissa - smallest).round().long()
     starts = torch.where(index > 0, areas[index], 0)
-    within = step**3 * _area(code.abs() / step)
+    within = step ** (norm + 1) * _area(code.abs() / step, norm)
     return torch.sign(code) * (within - starts + below[index])
 
 
-def _area(scaled: torch.Tensor) -> torch.Tensor:
+def _area(scaled: torch.Tensor, norm: float) -> torch.Tensor:
     whole = torch.round(scaled)
-    return whole / 12 + (scaled - whole) ** 3 / 3
+    return whole * _cell(norm) + _power(scaled - whole, norm)
+
+
+def _cell(norm: float) -> float:
+    """Return the integral of |error| ^ norm over the values of one code."""
+    return 2 * 0.5 ** (norm + 1) / (norm + 1)
+
+
+def _power(distance: torch.Tensor, norm: float) -> torch.Tensor:
+    """Integrate |x| ^ norm from 0 to `distance`."""
+    return torch.sign(distance) * distance.abs() ** (norm + 1) / (norm + 1)
 
 
 def _rounded(code: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:

@@ -160,7 +160,8 @@ struct RangeCosts {
     Format format;
     const double* unit;  // (rows, candidates), scale over the width of a bin
     const double* zero_point;
-    const int64_t* first;  // the edges that end the range, for the divergence; null: squared errors
+    double norm;  // power of the errors
+    const int64_t* first;  // the edges that end the range, for the divergence; null: errors
     const int64_t* last;
     double* costs;
 };

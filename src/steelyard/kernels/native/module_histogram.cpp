@@ -32,7 +32,7 @@ void histogram(const Tensor& values, Counts counts, const std::string& isa, int 
 }
 
 void range_costs(Indices counts, const Format& format, ConstDoubles unit, ConstDoubles zero_point,
-                 std::optional<Indices> first, std::optional<Indices> last, Doubles costs,
+                 std::optional<Indices> first, std::optional<Indices> last, double norm, Doubles costs,
                  const std::string& isa, int threads) {
     require_matrix(counts, "counts");
     require_matrix(unit, "unit");
@@ -44,6 +44,7 @@ void range_costs(Indices counts, const Format& format, ConstDoubles unit, ConstD
     require_size(costs, p.rows * p.candidates, "costs");
     p.counts = counts.data();
     p.format = format;
+    p.norm = norm;
     p.unit = unit.data();
     p.zero_point = zero_point.data();
     p.costs = costs.data();
@@ -69,7 +70,7 @@ void bind_histogram(nb::module_& m) {
     m.def("histogram", &histogram, nb::arg("values"), nb::arg("counts"), nb::arg("isa"),
           nb::arg("threads"));
     m.def("range_costs", &range_costs, nb::arg("counts"), nb::arg("format"), nb::arg("unit"),
-          nb::arg("zero_point"), nb::arg("first").none(), nb::arg("last").none(), nb::arg("costs"),
+          nb::arg("zero_point"), nb::arg("first").none(), nb::arg("last").none(), nb::arg("norm"), nb::arg("costs"),
           nb::arg("isa"), nb::arg("threads"));
 }
 

@@ -4,6 +4,10 @@ constexpr double NOT_JUDGED = std::numeric_limits<double>::max();
 
 struct CodeErrors {
     const Format& f;
+    const double norm, cell;  // power of the errors, and the integral over the values of one code
+
+    CodeErrors(const Format& format, double power)
+        : f(format), norm(power), cell(2 * std::pow(0.5, power + 1) / (power + 1)) {}
 
     double step(double a) const {  // distance of neighbouring codes at a >= 0
         const int exponent = a > 0 ? std::max(std::ilogb(a), f.min_exponent) : f.min_exponent;
@@ -14,26 +18,32 @@ struct CodeErrors {
         const double h = step(std::fabs(code));
         return std::nearbyint(code / h) * h;
     }
-    static double area(double scaled) {
-        const double whole = std::nearbyint(scaled), d = scaled - whole;
-        return whole / 12 + d * d * d / 3;
+    double raised(double a) const {  // a^(norm + 1)
+        if (norm == 2) return a * a * a;
+        return norm == 1 ? a * a : std::pow(a, norm + 1);
     }
-    // Integral of the squared error from 0 to code, of which that beyond the range is a cube.
+    // Integral of the error from 0 to code, rounded within the range and clipped beyond it.
     double integral(double code) const {
         const double inside = std::min(std::max(code, double(f.qmin)), double(f.qmax));
-        const double beyond = code - inside;
-        return (f.is_int ? area(inside) : of_floats(inside)) + beyond * beyond * beyond / 3;
+        return (f.is_int ? area(inside) : of_floats(inside)) + power(code - inside);
     }
 
   private:
+    double power(double d) const {
+        const double found = raised(std::fabs(d)) / (norm + 1);
+        return d < 0 ? -found : found;
+    }
+    double area(double scaled) const {
+        const double whole = std::nearbyint(scaled);
+        return whole * cell + power(scaled - whole);
+    }
     double of_floats(double code) const {
-        const double a = std::fabs(code), h = step(a), cells = std::ldexp(1.0, f.mantissa) / 12;
+        const double a = std::fabs(code), h = step(a), cells = std::ldexp(cell, f.mantissa);
         const double first = std::ldexp(1.0, f.min_exponent - f.mantissa);
-        double found = h * h * h * area(a / h);
+        double found = raised(h) * area(a / h);
         if (h > first) {
-            found -= cells * h * h * h;
-            found += cells * 2 * first * first * first;
-            for (double lower = 2 * first; lower < h; lower *= 2) found += cells * lower * lower * lower;
+            found += cells * (2 * raised(first) - raised(h));
+            for (double lower = 2 * first; lower < h; lower *= 2) found += cells * raised(lower);
         }
         return code < 0 ? -found : found;
     }
@@ -55,16 +65,16 @@ static std::vector<FilledBin> outermost_first(const int64_t* counts) {
     return found;
 }
 
-static void squared_errors(const RangeCosts& p, int64_t row) {
-    const CodeErrors codes{p.format};
+static void errors_of(const RangeCosts& p, int64_t row) {
+    const CodeErrors codes(p.format, p.norm);
     const std::vector<FilledBin> bins = outermost_first(p.counts + row * BINS);
     double best = NOT_JUDGED;
     for (int64_t i = row * p.candidates; i < (row + 1) * p.candidates; ++i) {
-        const double u = p.unit[i], z = p.zero_point[i], cube = u * u * u;
+        const double u = p.unit[i], z = p.zero_point[i], unit = codes.raised(u);
         double cost = 0;
         for (const FilledBin& bin : bins) {
             const double low = codes.integral(bin.place / u + z);
-            cost += bin.count * (codes.integral((bin.place + 1) / u + z) - low) * cube;
+            cost += bin.count * (codes.integral((bin.place + 1) / u + z) - low) * unit;
             if (cost > best) break;  // clipped values alone may cost more than the best candidate
         }
         p.costs[i] = cost > best ? NOT_JUDGED : cost;
@@ -73,7 +83,7 @@ static void squared_errors(const RangeCosts& p, int64_t row) {
 }
 
 static double divergence(const Format& format, const int64_t* counts, int first, int last, double u, double z) {
-    const CodeErrors codes{format};
+    const CodeErrors codes(format, 2.0);
     double below = 0, above = 0, inside = 0, cost = 0;
     for (int b = 0; b < first; ++b) below += double(counts[b]);
     for (int b = last; b < BINS; ++b) above += double(counts[b]);
@@ -109,7 +119,7 @@ static void range_costs(const RangeCosts& p, int threads) {
     parallel_for(p.rows, 1, threads, [&](int64_t begin, int64_t end) {
         for (int64_t row = begin; row < end; ++row) {
             if (p.first == nullptr) {
-                squared_errors(p, row);
+                errors_of(p, row);
                 continue;
             }
             for (int64_t i = row * p.candidates; i < (row + 1) * p.candidates; ++i) {
