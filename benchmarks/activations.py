@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import tempfile
 import time
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import fake_quantize
-from rounding import EVALUATED, _divergence, _load, _log_probabilities, tokenize
+from rounding import _load, _log_probabilities, tokenize
 from whole_run import processor, versions
 
 from steelyard import Observer
@@ -42,19 +43,25 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "histogram_mse, norm 1": ("histogram_mse", {"norm": 1.0}),
     "histogram_mse, norm 3": ("histogram_mse", {"norm": 3.0}),
 }
+NOT_QUANTIZED = "not quantized"  # weights alone are
 
 
 # ---- quality ----
 
 
 @torch.no_grad()
-def calibrated(model: Any, layers: dict[str, Any], ids: torch.Tensor) -> dict[str, dict[str, Any]]:
-    """Return the parameters of each row, scheme and layer, of one pass over the tokens."""
+def calibrated(
+    model: Any, layers: dict[str, Any], ids: torch.Tensor, schemes: list[str], rows: list[str]
+) -> dict[str, dict[str, Any]]:
+    """Return the scale of each scheme, row and layer, of one pass over the tokens."""
     observers: dict[str, dict[str, Observer]] = {name: {} for name in layers}
     for each in observers.values():
-        for scheme, kind in SCHEMES.items():
-            for row, (name, options) in ROWS.items():
-                args = QuantizationArgs(strategy="tensor", observer_kwargs=options, **kind)
+        for scheme in schemes:
+            for row in rows:
+                name, options = ROWS[row]
+                args = QuantizationArgs(
+                    strategy="tensor", observer_kwargs=options, **SCHEMES[scheme]
+                )
                 each[f"{scheme} {row}"] = Observer.load_from_registry(
                     name, base_name="input", args=args
                 )
@@ -95,49 +102,87 @@ def quantized(scale: torch.Tensor, args: QuantizationArgs) -> Any:
     return hook
 
 
-def quality(options: argparse.Namespace) -> dict[str, Any]:
+class Reference:
+    """The original model's distribution, kept in files: it may be larger than the model."""
+
+    def __init__(self, model: Any, ids: torch.Tensor, folder: Path) -> None:
+        self.model, self.ids, self.folder = model, ids, folder
+        for i, each in enumerate(ids):
+            torch.save(_log_probabilities(model, each.unsqueeze(0))[0], folder / f"{i}.pt")
+
+    def divergence(self) -> dict[str, float]:
+        """Return the mean KL divergence of the model as it is now, and its standard error."""
+        means = []
+        for i, each in enumerate(self.ids):
+            before = [torch.load(self.folder / f"{i}.pt")]
+            after = _log_probabilities(self.model, each.unsqueeze(0))
+            means.append(_mean_divergence(before[0].float(), after[0].float()))
+        mean = sum(means) / len(means)
+        spread = math.sqrt(sum((each - mean) ** 2 for each in means) / (len(means) - 1))
+        return {"kl": mean, "error": spread / math.sqrt(len(means))}
+
+
+def _mean_divergence(p: torch.Tensor, q: torch.Tensor) -> float:
+    parts = zip(p.split(64), q.split(64), strict=True)
+    return sum(float((a.exp() * (a - b)).sum()) for a, b in parts) / len(p)
+
+
+def quality(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        tokens = Path(folder) / "tokens.json"
+        scratch = Path(folder)
+        tokens = scratch / "tokens.json"
         tokenize(str(options.model), options.text, "-", str(SAMPLES), str(tokens))
         parts = [torch.tensor(rows) for rows in json.loads(tokens.read_text()).values()]
-    calibration, evaluation = parts
+        judge(options, scratch, *parts)
+
+
+@torch.no_grad()
+def judge(
+    options: argparse.Namespace, scratch: Path, calibration: torch.Tensor, evaluation: torch.Tensor
+) -> None:
     model = _load(str(options.model))
     layers = {
         name: module
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear) and name != "lm_head"
     }
-    before = _log_probabilities(model, evaluation)
-    scales = calibrated(model, layers, calibration)
+    reference = Reference(model, evaluation, scratch)
+    scales = calibrated(model, layers, calibration, options.schemes, options.rows)
     weights = {name: layer.weight.detach().clone() for name, layer in layers.items()}
-    results = []
-    for scheme, kind in ((name, SCHEMES[name]) for name in options.schemes):
+    for scheme in options.schemes:
         for name, layer in layers.items():
             layer.weight.data.copy_(weights[name])
-        round_weights(layers, kind)
-        args = QuantizationArgs(strategy="tensor", **kind)
-        for row in (*options.rows, "not quantized"):
-            chosen = scales.get(f"{scheme} {row}")
-            hooks = []
-            for name, layer in layers.items() if chosen else ():
-                hooks.append(layer.register_forward_pre_hook(quantized(chosen[name], args)))
-            found = _divergence(before, _log_probabilities(model, evaluation))
+        round_weights(layers, SCHEMES[scheme])
+        args = QuantizationArgs(strategy="tensor", **SCHEMES[scheme])
+        for row in (*options.rows, NOT_QUANTIZED):
+            chosen = scales.get(f"{scheme} {row}", {})
+            hooks = [
+                layers[name].register_forward_pre_hook(quantized(scale, args))
+                for name, scale in chosen.items()
+            ]
+            found = reference.divergence()
             for hook in hooks:
                 hook.remove()
-            results.append({"scheme": scheme, "row": row, **found})
-            print(f"{scheme:5} {row:18} KL {found['kl']:.4f} ± {found['error']:.4f}", flush=True)
+            print(f"{scheme:5} {row:22} KL {found['kl']:.4f} ± {found['error']:.4f}", flush=True)
             if options.json:
-                _write(options.json, options, calibration, evaluation, results)
-    return {}
+                sizes = calibration.shape, evaluation.shape
+                _add(
+                    options.json, options.model.name, sizes, {"scheme": scheme, "row": row, **found}
+                )
 
 
-def _write(path: Path, options: Any, calibration: Any, evaluation: Any, results: Any) -> None:
+def _add(path: Path, model: str, sizes: Any, result: dict[str, Any]) -> None:
+    """Add a result to the file, in the place of an earlier one of the same scheme and row."""
+    before = json.loads(path.read_text())["results"] if path.exists() else []
+    key = result["scheme"], result["row"]
+    results = [r for r in before if (r["scheme"], r["row"]) != key]
+    calibration, evaluation = (f"{count} x {length} tokens" for count, length in sizes)
     outcome = {
-        "model": options.model.name,
-        "calibration": f"{len(calibration)} x {calibration.shape[1]} tokens",
-        "evaluation": f"{EVALUATED} x {evaluation.shape[1]} tokens",
+        "model": model,
+        "calibration": calibration,
+        "evaluation": evaluation,
         "versions": versions("torch", "transformers", "compressed-tensors"),
-        "results": results,
+        "results": [*results, result],
     }
     path.write_text(json.dumps(outcome, indent=1) + "\n")
 

@@ -92,7 +92,7 @@ def _add_counts(observed: torch.Tensor, histogram: torch.Tensor, group_dims: int
     inverse = _power(-histogram[..., 0].reshape(1, -1, 1), dtype)
     first = (torch.arange(groups, device=observed.device) * BINS + _HALF).reshape(1, -1, 1)
     counts = torch.zeros(groups * BINS, dtype=torch.int64, device=observed.device)
-    for part in values.split(max(1, _CHUNK // values[0].numel())):
+    for part in torch.split(values, max(1, _CHUNK // values[0].numel())):
         x = part.to(dtype)
         place = (x.abs() * inverse).long()
         place = torch.where(x < 0, ~place, place) + first

@@ -133,7 +133,7 @@ def _area(scaled: torch.Tensor, norm: float) -> torch.Tensor:
 
 def _cell(norm: float) -> float:
     """Return the integral of |error| ^ norm over the values of one code."""
-    return 2 * 0.5 ** (norm + 1) / (norm + 1)
+    return float(2 * 0.5 ** (norm + 1) / (norm + 1))
 
 
 def _power(distance: torch.Tensor, norm: float) -> torch.Tensor:

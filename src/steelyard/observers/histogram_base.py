@@ -64,7 +64,9 @@ class HistogramObserver(Observer):
         histogram = self.histogram.reshape(-1, 1 + BINS).cpu()
         parts = [
             self.choose(rows[:, 1:], rows[:, 0], a.clamp(max=0), b.clamp(min=0), global_scale)
-            for rows, a, b in zip(*(v.split(_AT_ONCE) for v in (histogram, low, high)), strict=True)
+            for rows, a, b in zip(
+                *(torch.split(v, _AT_ONCE) for v in (histogram, low, high)), strict=True
+            )
         ]
         like = self.min_vals
         return (

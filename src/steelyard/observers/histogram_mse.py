@@ -21,6 +21,7 @@ class HistogramMSEOptions(ActivationOptions):
     )
 
 
+@Observer.register("histogram")
 @Observer.register("histogram_mse")
 class HistogramMSEObserver(HistogramSearch):
     """The range with the least squared error of all values, from a histogram."""
