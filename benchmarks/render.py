@@ -283,7 +283,43 @@ def ranks_table(found: dict) -> str:
     return "\n".join(lines)
 
 
+def activations_table(found: dict) -> str:
+    schemes = list(dict.fromkeys(r["scheme"] for r in found["results"]))
+    cells = {(r["row"], r["scheme"]): f"{r['kl']:.4f} ± {r['error']:.4f}" for r in found["results"]}
+    lines = [
+        f"{found['model']}: calibrated on {found['calibration']}, evaluated on "
+        f"{found['evaluation']}.",
+        "",
+        f"| inputs | {' | '.join(f'{s}, KL divergence' for s in schemes)} |",
+        "|---" * (len(schemes) + 1) + "|",
+    ]
+    for row in dict.fromkeys(r["row"] for r in found["results"]):
+        shown = (cells.get((row, scheme), "") for scheme in schemes)
+        lines.append(f"| {row} | {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
+def activation_speed_table(found: dict) -> str:
+    lines = [
+        f"{found['processor']}; torch {found['versions']['torch']}; one thread, CPU time.",
+        "",
+        "| observer | fp32, ns per value | bf16 | choosing the range, ms |",
+        "|---|---|---|---|",
+    ]
+    by_side: dict[str, dict[str, dict]] = {}
+    for r in found["results"]:
+        by_side.setdefault(r["side"], {})[r["dtype"]] = r
+    for side, r in by_side.items():
+        wide, narrow = r["float32"], r["bfloat16"]
+        lines.append(
+            f"| {side} | {wide['ns']:.2f} | {narrow['ns']:.2f} | {narrow['solve_ms']:.1f} |"
+        )
+    return "\n".join(lines)
+
+
 TABLES = {
+    "activations": activations_table,
+    "activation-speed": activation_speed_table,
     "ranks": ranks_table,
     "gptq": gptq_table,
     "solve": gptq_solve_table,

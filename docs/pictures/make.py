@@ -302,12 +302,80 @@ def mse() -> Picture:
     )
 
 
+def over_counts(
+    title: str, bits: int, runs: Sequence[tuple[str, str, dict[str, object], str, int]]
+) -> Picture:
+    """Draw the counts of all batches, and the ranges that observers choose from them."""
+    picture = Picture(title, 206)
+    args = QuantizationArgs(num_bits=bits, strategy="tensor")
+    found = []
+    for name, label, options, kind, height in runs:
+        observer = Observer.load_from_registry(name, base_name="input", args=args, **options)
+        for batch in batches():
+            observer(batch)
+        found.append((observer, label, kind, height))
+    histogram = found[-1][0].histogram[0]
+    width = 2.0 ** int(histogram[0])
+    up, across = Axis(0, 13, 176, 34), Axis(-1024 * width, 1024 * width)
+    picture.text(LEFT, 22, f"values of all batches in bins, logarithmic; int{bits}", "soft")
+    picture.line(LEFT, 176, RIGHT, 176, "axis")
+    for first in range(0, 2048, 8):  # eight bins are one line
+        count = int(histogram[1 + first : 9 + first].sum())
+        if count:
+            x = across((first + 4 - 1024) * width)
+            picture.line(x, 176, x, up(1 + (count.bit_length() - 1)), "guide")
+    for observer, label, kind, height in found:
+        end = max(float(v.abs()) for v in observer.chosen_range(None))
+        for x in (across(-end), across(end)):
+            picture.line(x, height - 4, x, 182, kind)
+        colour = "first" if kind == "curve" else "other"
+        picture.text(across(end) - 6, height + 8, label, f"{colour} end")
+    picture.text(across(0), 198, "0", "soft mid")
+    return picture
+
+
+def percentile() -> Picture:
+    return over_counts(
+        "percentile: the range that holds a share of all values",
+        8,
+        [
+            ("percentile", "100", {"percentile": 100.0}, "curve", 40),
+            ("percentile", "99.9", {"percentile": 99.9}, "second", 60),
+        ],
+    )
+
+
+def entropy() -> Picture:
+    return over_counts(
+        "entropy: the range whose codes keep the distribution",
+        4,
+        [
+            ("static_minmax", "static_minmax", {}, "curve", 40),
+            ("entropy", "entropy", {}, "second", 60),
+        ],
+    )
+
+
+def histogram_mse() -> Picture:
+    return over_counts(
+        "histogram_mse: the range with the least squared error",
+        4,
+        [
+            ("static_minmax", "static_minmax", {}, "curve", 40),
+            ("histogram_mse", "histogram_mse", {}, "second", 60),
+        ],
+    )
+
+
 DRAWN = (
     memoryless_minmax,
     static_minmax,
     minmax,
     memoryless_mse,
     mse,
+    percentile,
+    entropy,
+    histogram_mse,
     optimal,
     imatrix_mse,
     nvfp4_expanded_mse,

@@ -255,7 +255,7 @@ def test_statistics_declared_only_for_merging_are_forgotten_too() -> None:
     [
         ("memoryles_mse", "did you mean 'memoryless_mse'?"),
         ("MinMaxx", "did you mean 'minmax'?"),
-        ("zzz", "known: imatrix_mse, memoryless_minmax, memoryless_mse, "),
+        ("zzz", "known: entropy, histogram, histogram_mse, "),
     ],
 )
 def test_unknown_name_suggests_the_nearest(name: str, hint: str) -> None:
@@ -321,7 +321,7 @@ def test_constructor_wins_over_args() -> None:
         ("mse", {"maxshrnk": 0.1}, "unknown option 'maxshrnk': did you mean 'maxshrink'?"),
         ("minmax", {"avg_constant": 1.0}, "unknown option 'avg_constant': did you mean 'averaging"),
         ("memoryless_mse", {"averaging_constant": 0.1}, "unknown option 'averaging_constant'"),
-        ("static_minmax", {"norm": 2.0}, "unknown option 'norm': known: none"),
+        ("memoryless_minmax", {"norm": 2.0}, "unknown option 'norm': known: none"),
         ("minmax", {"averaging_constant": 0.0}, "averaging_constant must be greater than 0, got 0"),
         ("minmax", {"averaging_constant": 1.1}, "averaging_constant must be less than or equal"),
         ("minmax", {"averaging_constant": float("nan")}, "averaging_constant must be"),

@@ -343,7 +343,8 @@ def test_file_has_the_mode_of_any_new_file(tmp_path: Path) -> None:
         ),
         (
             MinMaxObserver("input", INT8, averaging_constant=0.5),
-            "options is {'averaging_constant': 0.01} in the file and {'averaging_constant': 0.5}",
+            "options is {'headroom': 1.0, 'averaging_constant': 0.01} in the file and "
+            "{'headroom': 1.0, 'averaging_constant': 0.5}",
         ),
     ],
 )

@@ -28,12 +28,14 @@ from steelyard.errors import ImportanceWarning
 from steelyard.observers import IMatrixMSEObserver, Observer
 from steelyard.observers.helpers import STRATEGIES
 
-OBSERVERS = [
-    name
-    for name in Observer.registered_names()
-    if Observer.get_value_from_registry(name).__module__.startswith("steelyard.")
-]
-"""The package's own; other tests register some of their own."""
+OBSERVERS = sorted(
+    {
+        cls: name
+        for name in Observer.registered_names()
+        if (cls := Observer.get_value_from_registry(name)).__module__.startswith("steelyard.")
+    }.values()
+)
+"""The package's own, each under one of its names; other tests register some of their own."""
 
 IMPORTANCE_OBSERVERS = [
     name

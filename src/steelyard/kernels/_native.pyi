@@ -56,6 +56,19 @@ def optimal(
     threads: int,
 ) -> None: ...
 def sum_squares(values: torch.Tensor, sums: torch.Tensor, isa: str, threads: int) -> None: ...
+def histogram(values: torch.Tensor, counts: torch.Tensor, isa: str, threads: int) -> None: ...
+def range_costs(
+    counts: torch.Tensor,
+    format: Format,
+    unit: torch.Tensor,
+    zero_point: torch.Tensor,
+    first: torch.Tensor | None,
+    last: torch.Tensor | None,
+    norm: float,
+    costs: torch.Tensor,
+    isa: str,
+    threads: int,
+) -> None: ...
 def pack(
     weight: torch.Tensor,
     scale: torch.Tensor,

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SCALE_TYPES",
+    "add_counts",
     "add_products",
     "format_of",
     "has_products",
@@ -175,6 +176,12 @@ def sum_of_squares(x: torch.Tensor) -> torch.Tensor:
     rows = x.detach().reshape(-1, 1, 1, 1, x.shape[-1])
     native().sum_squares(rows, sums, instruction_set(), threads(x))
     return sums
+
+
+def add_counts(observed: torch.Tensor, histogram: torch.Tensor, group_dims: int = 1) -> None:
+    """Add to a histogram in place; `kernels.bin_counts` defines it."""
+    values = _five(observed, group_dims)
+    native().histogram(values, histogram, instruction_set(), threads(observed))
 
 
 def pack(

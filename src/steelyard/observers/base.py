@@ -27,7 +27,7 @@ from steelyard.observers.helpers import (
 )
 from steelyard.observers.linked import fuse
 from steelyard.observers.mergeable import MergeableStatistics
-from steelyard.observers.observer_options import ObserverOptions, parse_options
+from steelyard.observers.observer_options import ObserverOptions, check_headroom, parse_options
 from steelyard.observers.parameters import ComputesQParams, QParamsDict
 from steelyard.observers.type_checks import as_floats, check_type, describe_non_finite
 from steelyard.registry import Registry
@@ -111,6 +111,7 @@ class Observer(
             if self.Options is None
             else parse_options(self.Options, options, type(self).__name__)
         )
+        check_headroom(self.options, base_name, self.args)
         self.module_name: str | None = None
         self.observed_dtype: torch.dtype | None = None
         self.observed_shape: torch.Size | None = None

@@ -9,6 +9,7 @@ statistics (`_act_sync_dict`), one of these:
 `dist.ReduceOp.SUM`    sum, in the order of the states
 `dist.ReduceOp.AVG`    mean, weighted by the number of observations
 `EXACT_SUM`            sum of bins (`kernels.exact_sum`); the order does not matter
+`HISTOGRAM`            counts in bins (`kernels.bin_counts`); the order does not matter
 `IN_ORDER`             concatenation along the first dimension, num_observations
 not declared           value of the last state that has one
 =====================  ======================================================================
@@ -24,14 +25,16 @@ import torch
 from torch import distributed as dist
 
 from steelyard.errors import StatisticsError
+from steelyard.kernels.bin_counts import joined
 from steelyard.kernels.exact_sum import carried
 
 if TYPE_CHECKING:
     from steelyard.observers.base import Observer
 
-__all__ = ["EXACT_SUM", "IN_ORDER", "State", "combine"]
+__all__ = ["EXACT_SUM", "HISTOGRAM", "IN_ORDER", "State", "combine"]
 
 EXACT_SUM = "exact sum"
+HISTOGRAM = "histogram"
 IN_ORDER = "in order"
 _LAST = "last"
 
@@ -46,6 +49,7 @@ _OPERATIONS: dict[Any, Callable[[Tensors], torch.Tensor]] = {
     dist.ReduceOp.SUM: lambda values: reduce(torch.add, values),
     dist.ReduceOp.AVG: lambda values: reduce(torch.add, values),  # weighted before
     EXACT_SUM: lambda values: reduce(lambda a, b: carried(a + b), values),
+    HISTOGRAM: lambda values: reduce(joined, values),
     IN_ORDER: torch.cat,
     _LAST: lambda values: values[-1],
 }

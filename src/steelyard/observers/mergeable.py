@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
@@ -61,6 +62,10 @@ class MergeableStatistics:
     def recomputed_statistics(self) -> tuple[str, ...]:
         """Return the statistics that are recomputed from others instead of combined."""
         return ()
+
+    def statistics_problem(self, tensors: Mapping[str, torch.Tensor]) -> str | None:
+        """Return what is wrong with statistics of a file, beyond what holds for all observers."""
+        return None
 
     def combined(self, values: dict[str, torch.Tensor], states: int) -> None:
         """Replace the statistics; a subclass recomputes those that depend on others.

@@ -9,7 +9,7 @@ from torch import distributed as dist
 
 from steelyard.observers.base import Observer, reads_blocks
 from steelyard.observers.moving_average import MovingAverageObserver
-from steelyard.observers.observer_options import ObserverOptions
+from steelyard.observers.observer_options import ActivationOptions, ObserverOptions
 
 __all__ = ["MemorylessMinMaxObserver", "MinMaxObserver", "StaticMinMaxObserver"]
 
@@ -32,6 +32,8 @@ class StaticMinMaxObserver(MemorylessMinMaxObserver):
     """The range of all values observed."""
 
     suits = "activations"
+
+    Options = ActivationOptions
 
     _act_sync_dict: ClassVar = {"min_vals": dist.ReduceOp.MIN, "max_vals": dist.ReduceOp.MAX}
 

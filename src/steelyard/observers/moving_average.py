@@ -15,12 +15,12 @@ from pydantic import Field
 
 from steelyard.observers.base import Observer
 from steelyard.observers.combine import IN_ORDER
-from steelyard.observers.observer_options import ObserverOptions
+from steelyard.observers.observer_options import ActivationOptions
 
 __all__ = ["MovingAverageObserver", "MovingAverageOptions"]
 
 
-class MovingAverageOptions(ObserverOptions):
+class MovingAverageOptions(ActivationOptions):
     """Options of observers that average."""
 
     averaging_constant: float = Field(

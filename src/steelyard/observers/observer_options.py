@@ -7,19 +7,33 @@ documentation read the same names, defaults and bounds that the observer checks.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from steelyard.errors import OptionError, nearest
 
-__all__ = ["ObserverOptions", "parse_options"]
+if TYPE_CHECKING:
+    from compressed_tensors.quantization import QuantizationArgs
+
+__all__ = ["ActivationOptions", "ObserverOptions", "check_headroom", "parse_options"]
 
 
 class ObserverOptions(BaseModel):
     """Base of every options declaration; alone, it declares that there are none."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class ActivationOptions(ObserverOptions):
+    """Options of observers for activations."""
+
+    headroom: float = Field(
+        default=1.0,
+        ge=1,
+        allow_inf_nan=False,
+        description="NVFP4: how far above the largest input observed the global scale reaches",
+    )
 
 
 Declared = TypeVar("Declared", bound=ObserverOptions)
@@ -36,6 +50,17 @@ def parse_options(declared: type[Declared], given: Mapping[str, Any], owner: str
     except ValidationError as error:
         problems = "; ".join(_problem(e, declared) for e in error.errors())
         raise OptionError(f"{owner}: {problems}") from None
+
+
+def check_headroom(options: Any, base_name: str, args: QuantizationArgs) -> None:
+    """Refuse headroom where no global scale of an activation is stored."""
+    headroom = getattr(options, "headroom", 1.0)
+    if headroom != 1 and (base_name == "weight" or args.strategy != "tensor_group"):
+        strategy = getattr(args.strategy, "value", args.strategy)
+        raise OptionError(
+            f"headroom={headroom:g} has no effect on the {base_name} with strategy {strategy!r}: "
+            "only NVFP4's activations have a global scale to leave room in"
+        )
 
 
 def _problem(error: Any, declared: type[ObserverOptions]) -> str:

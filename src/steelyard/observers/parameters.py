@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, TypedDict, cast, overload
+from typing import TYPE_CHECKING, Any, TypedDict, cast, overload
 
 import torch
 
@@ -31,6 +31,7 @@ class ComputesQParams:
     """Base of observers; computes parameters from the statistics and those of fused observers."""
 
     args: QuantizationArgs
+    options: Any
     base_name: str
     min_vals: torch.Tensor
     max_vals: torch.Tensor
@@ -97,7 +98,11 @@ class ComputesQParams:
         absmax = self.global_absmax()
         for other in self._fused_observers:
             absmax = torch.maximum(absmax, other.global_absmax().to(absmax.device))
-        return global_scale_of(absmax)
+        return self.global_scale_for(absmax)
+
+    def global_scale_for(self, absmax: torch.Tensor) -> torch.Tensor:
+        """Return the global scale of values up to `absmax`, and of the headroom above them."""
+        return global_scale_of(absmax * float(getattr(self.options, "headroom", 1)))
 
     def global_absmax(self) -> torch.Tensor:
         """Return the largest magnitude that the global scale must represent, a scalar."""

@@ -32,7 +32,7 @@ class SearchObserver(Observer):
         return torch.maximum(-low.amin(), high.amax()).clamp(min=0)
 
     def own_global_scale(self, absmax: torch.Tensor) -> torch.Tensor | None:
-        return global_scale_of(absmax) if self.args.strategy == "tensor_group" else None
+        return self.global_scale_for(absmax) if self.args.strategy == "tensor_group" else None
 
     def global_absmax(self) -> torch.Tensor:
         return self.absmax

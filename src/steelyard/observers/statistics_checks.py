@@ -43,6 +43,8 @@ def check_statistics(
         problem = _problem(name, value)
         if problem:
             raise _wrong(origin, label, f"{name} {problem}")
+    if problem := observer.statistics_problem(tensors):
+        raise _wrong(origin, label, problem)
     for low, high in _RANGES:
         if (low in tensors) != (high in tensors):
             present, absent = (low, high) if low in tensors else (high, low)

@@ -151,6 +151,21 @@ struct ProductProblem {
     int64_t count;
 };
 
+constexpr int BINS = 2048;  // of a histogram, half of them on each side of zero
+
+// Histograms, and the parameters to judge for each; kernels/range_costs.py defines the costs.
+struct RangeCosts {
+    const int64_t* counts;  // (rows, BINS)
+    int64_t rows, candidates;
+    Format format;
+    const double* unit;  // (rows, candidates), scale over the width of a bin
+    const double* zero_point;
+    double norm;  // power of the errors
+    const int64_t* first;  // the edges that end the range, for the divergence; null: errors
+    const int64_t* last;
+    double* costs;
+};
+
 struct Table {
     const char* name;
     void (*range)(const View&, float* low, float* high, int threads);
@@ -162,6 +177,8 @@ struct Table {
     void (*gptq_block)(const GptqProblem&, int threads);
     void (*refine_block)(const RefineProblem&, int threads);
     void (*products)(const ProductProblem&);  // null: none
+    void (*histogram)(const View&, int64_t* histogram, int threads);
+    void (*range_costs)(const RangeCosts&, int threads);
 };
 
 extern const Table baseline_table;

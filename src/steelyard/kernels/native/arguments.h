@@ -23,6 +23,8 @@ using ConstFloats = nb::ndarray<const float, nb::device::cpu, nb::c_contig>;
 using Doubles = nb::ndarray<double, nb::device::cpu, nb::c_contig>;
 using MutableTensor = nb::ndarray<nb::device::cpu, nb::c_contig>;
 using Indices = nb::ndarray<const int64_t, nb::device::cpu, nb::c_contig>;
+using ConstDoubles = nb::ndarray<const double, nb::device::cpu, nb::c_contig>;
+using Counts = nb::ndarray<int64_t, nb::device::cpu, nb::c_contig>;
 using Bytes = nb::ndarray<uint8_t, nb::device::cpu, nb::c_contig>;
 
 template <class Array>

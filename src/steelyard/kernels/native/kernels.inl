@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <mutex>
 #include <utility>
 #include <vector>
 
@@ -34,6 +35,10 @@ namespace {
 
 #include "range.inl"
 
+#include "histogram.inl"
+
+#include "range_costs.inl"
+
 #include "search.inl"
 
 #include "group_error.inl"
@@ -59,6 +64,7 @@ const Table JOIN(STEELYARD_ISA, _table) = {
     TEXT(STEELYARD_ISA),    STEELYARD_ISA::range,       STEELYARD_ISA::qparams, STEELYARD_ISA::search,
     STEELYARD_ISA::optimal, STEELYARD_ISA::sum_squares, STEELYARD_ISA::pack,
     STEELYARD_ISA::gptq_block, STEELYARD_ISA::refine_block, STEELYARD_ISA::products,
+    STEELYARD_ISA::histogram,  STEELYARD_ISA::range_costs,
 };
 
 }  // namespace steelyard

@@ -187,6 +187,7 @@ NB_MODULE(_native, m) {
           nb::arg("layout"), nb::arg("round_quotient"), nb::arg("out").none(),
           nb::arg("errors").none(), nb::arg("isa"), nb::arg("threads"));
     bind_gptq(m);
+    bind_histogram(m);
     m.def("instruction_sets", &instruction_sets,
           "Return the builds of the kernels that this processor runs, best first.");
     m.def("cpu_features", &cpu_features,

@@ -6,5 +6,6 @@
 namespace steelyard {
 
 void bind_gptq(nanobind::module_& m);  // the kernels of GPTQ, and of its Hessians
+void bind_histogram(nanobind::module_& m);
 
 }  // namespace steelyard
