@@ -246,7 +246,6 @@ QuantizationModifier:
         ("# only a comment", "is empty"),
         ("hello", "got 'hello'"),
         ("W4A16", r'QuantizationModifier\(scheme="W4A16"\)'),
-        (None, "got nothing"),
         (7, "got 7"),
         ([], "an empty list"),
         ([7], "got 7"),

@@ -9,6 +9,7 @@ The forms are a flat list or mapping of modifiers, the same under `modifiers:`, 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from steelyard.modifiers import Modifier
 from steelyard.modifiers.locate import KeyPath, Problem
 from steelyard.recipes.not_implemented import NOT_IMPLEMENTED, not_implemented
 
-__all__ = ["RecipeEntry", "entries_of", "modifier_names"]
+__all__ = ["RecipeEntry", "entries_of", "is_stage", "modifier_names"]
 
 
 class RecipeEntry(NamedTuple):
@@ -36,10 +37,19 @@ def entries_of(recipe: Any) -> Iterator[RecipeEntry | Problem]:
     for key, value in recipe.items():
         if key == "modifiers":
             yield from _modifiers(value, (key,))
-        elif isinstance(key, str) and key.endswith("_stage"):
+        elif isinstance(key, str) and is_stage(key):
             yield from _stage(value, (key,))
         else:
             yield _entry(key, value, (key,), " (or a key that ends in _stage)")
+
+
+def is_stage(key: str) -> bool:
+    """Whether a key names a stage; llm-compressor numbers those of recipes that it merges.
+
+    >>> is_stage("quantization_stage"), is_stage("default_stage_1"), is_stage("modifiers")
+    (True, True, False)
+    """
+    return re.fullmatch(r".*_stage(_\d+)?", key) is not None
 
 
 def _stage(stage: Any, path: KeyPath) -> Iterator[RecipeEntry | Problem]:
