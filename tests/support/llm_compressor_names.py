@@ -17,3 +17,58 @@ ONESHOT = (
     *("output_dir", "log_dir"),
 )
 """Arguments of `oneshot`: those of its signature, and fields of its argument classes."""
+
+IMPORTS = {
+    "": "oneshot Oneshot model_free_ptq active_session create_session reset_session callbacks "
+    "logger configure_logger LoggerConfig",
+    "args": "DatasetArguments ModelArguments RecipeArguments parse_args",
+    "core": "active_session create_session reset_session callbacks LifecycleCallbacks State Event "
+    "EventType CompressionSession",
+    "core.events": "Event EventType",
+    "core.session": "CompressionSession",
+    "core.session_functions": "active_session create_session reset_session callbacks",
+    "core.state": "State",
+    "datasets": "get_rank_partition get_processed_dataset get_calibration_dataloader "
+    "format_calibration_data",
+    "datasets.utils": "get_rank_partition get_calibration_dataloader",
+    "entrypoints": "oneshot Oneshot model_free_ptq",
+    "entrypoints.model_free": "model_free_ptq",
+    "entrypoints.oneshot": "oneshot Oneshot",
+    "logger": "logger configure_logger LoggerConfig",
+    "modeling.moe.context": "moe_calibration_context",
+    "modeling.moe.linearize": "load_quantizable_moe linearize_moe",
+    "modifiers": "Modifier",
+    "modifiers.autoround": "AutoRoundModifier",
+    "modifiers.awq": "AWQModifier",
+    "modifiers.gptq": "GPTQModifier",
+    "modifiers.logarithmic_equalization": "LogarithmicEqualizationModifier",
+    "modifiers.modifier": "Modifier",
+    "modifiers.pruning": "ConstantPruningModifier MagnitudePruningModifier SparseGPTModifier "
+    "WandaPruningModifier REAPPruningModifier",
+    "modifiers.pruning.sparsegpt": "SparseGPTModifier",
+    "modifiers.pruning.wanda": "WandaPruningModifier",
+    "modifiers.quantization": "GPTQModifier QuantizationModifier",
+    "modifiers.quantization.calibration": "initialize_observer",
+    "modifiers.quantization.gptq": "GPTQModifier",
+    "modifiers.smoothquant": "SmoothQuantModifier",
+    "modifiers.transform": "AWQModifier QuIPModifier SmoothQuantModifier SpinQuantModifier",
+    "modifiers.transform.awq": "AWQModifier",
+    "modifiers.transform.quip": "QuIPModifier",
+    "modifiers.transform.smoothquant": "SmoothQuantModifier",
+    "modifiers.transform.spinquant": "SpinQuantModifier",
+    "observers": "Observer",
+    "observers.base": "Observer",
+    "observers.helpers": "flatten_for_calibration",
+    "recipe": "Recipe",
+    "recipe.recipe": "Recipe",
+    "transformers": "TextGenerationDataset",
+    "transformers.data": "TextGenerationDataset",
+    "transformers.tracing": "trace",
+    "utils": "load_context dispatch_for_generation skip_weights_download get_main_device "
+    "untie_word_embeddings",
+    "utils.dev": "load_context dispatch_for_generation skip_weights_download get_main_device",
+    "utils.transformers": "untie_word_embeddings",
+}
+"""Module below the root -> public names in it that scripts import."""
+
+NAMES = [(module, name) for module, names in IMPORTS.items() for name in names.split()]

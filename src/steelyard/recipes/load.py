@@ -31,7 +31,29 @@ class Recipe:
     """
 
     modifiers: list[Modifier]
-    text: str
+    text: str = ""
+
+    @classmethod
+    def from_modifiers(cls, modifiers: Any, modifier_group_name: str | None = None) -> Recipe:
+        """Return the recipe of a modifier or several; the name of their group has no effect."""
+        return load_recipe(modifiers)
+
+    @classmethod
+    def create_instance(
+        cls,
+        path_or_modifiers: Any,
+        modifier_group_name: str | None = None,
+        target_stage: str | None = None,
+    ) -> Recipe:
+        """Return `load_recipe(path_or_modifiers, target_stage)`."""
+        return load_recipe(path_or_modifiers, target_stage)
+
+    def yaml(self, file_path: str | Path | None = None) -> str:
+        """Return the recipe as YAML, and write it to a file if one is named."""
+        text = self.text or (dump_modifiers(self.modifiers) if self.modifiers else "")
+        if file_path is not None:
+            Path(file_path).write_text(text, encoding="utf-8")
+        return text
 
     def algorithms(self) -> list[Algorithm]:
         """Return a new instance of each modifier's algorithm, in the order of the recipe."""
