@@ -364,13 +364,35 @@ def test_paths_of_imports_exist() -> None:
         exec(compile(statement, "moving", "exec"), {})
 
 
-def test_options_that_are_not_here_are_not_here() -> None:
-    from steelyard import oneshot
+def test_table_of_datasets_is_that_of_the_code() -> None:
+    from steelyard.data.known_datasets import KNOWN
 
-    rows = table(page("moving-from-llm-compressor"), "option")
-    absent = [name for row in rows for name in re.findall(r"`(\w+)`", row[0])]
-    assert len(absent) > 15
-    assert not set(absent) & set(inspect.signature(oneshot).parameters)
+    rows = {bare(row[0]): row for row in table(page("oneshot"), "name")}
+    assert rows.keys() == KNOWN.keys()
+    for name, known in KNOWN.items():
+        _, hub, split, columns = rows[name]
+        assert bare(hub) == known.hub
+        assert split.split(", ") == [known.split, *([known.config] if known.config else [])]
+        used = re.findall(r"{(\w+)}", known.template or "") or [
+            *(known.chat or ())[:1],
+            *(known.image or known.audio or ()),
+        ]
+        assert re.findall(r"`(\w+)`", columns) == (used or ["text"])
+
+
+def test_table_of_arguments_is_that_of_the_signature() -> None:
+    """Every argument of llm-compressor has one row, and those without effect say so."""
+    from llm_compressor_names import ONESHOT
+
+    from steelyard import oneshot
+    from steelyard.engine.idle_options import IDLE
+
+    rows = table(page("moving-from-llm-compressor"), "argument")
+    listed = {name: row[1] for row in rows for name in re.findall(r"`(\w+)`", row[0])}
+    assert sorted(listed) == sorted(ONESHOT)
+    assert sum(len(re.findall(r"`(\w+)`", row[0])) for row in rows) == len(listed)
+    assert set(listed) <= set(inspect.signature(oneshot).parameters)
+    assert {name for name, text in listed.items() if text.startswith("no effect")} == set(IDLE)
 
 
 def test_scripts_differ_in_their_import_root_alone() -> None:

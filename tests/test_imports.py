@@ -20,7 +20,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 LAYERS = (
     ("__main__",),
     ("cli",),
-    ("entry",),
+    ("entry", "script_tools"),
     ("report", "evaluate"),
     ("engine",),
     ("plan", "algorithms", "recipes"),
@@ -29,7 +29,18 @@ LAYERS = (
     ("observers", "formats"),
     ("distributed",),
     ("kernels", "demo"),
-    ("fusion", "names", "errors", "registry", "atomic_file", "words", "aliases", "plugins"),
+    (
+        "fusion",
+        "names",
+        "errors",
+        "registry",
+        "atomic_file",
+        "words",
+        "aliases",
+        "plugins",
+        "sessions",
+        "logs",
+    ),
     ("file_lock",),
     ("foreign",),
 )

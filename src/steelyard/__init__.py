@@ -12,32 +12,52 @@ from steelyard.aliases import install
 
 if TYPE_CHECKING:
     from steelyard import errors, kernels, modifiers, observers
-    from steelyard.entry import oneshot
+    from steelyard.entry import Oneshot, model_free_ptq, oneshot
+    from steelyard.logs import LoggerConfig, configure_logger, logger
     from steelyard.observers import Observer, QParamsDict, calibration, fuse_weight_observers
+    from steelyard.sessions import active_session, callbacks, create_session, reset_session
 
     __version__: str
 
 install()
 
 __all__ = [
+    "LoggerConfig",
     "Observer",
+    "Oneshot",
     "QParamsDict",
     "__version__",
+    "active_session",
     "calibration",
+    "callbacks",
+    "configure_logger",
+    "create_session",
     "errors",
     "fuse_weight_observers",
     "kernels",
+    "logger",
+    "model_free_ptq",
     "modifiers",
     "observers",
     "oneshot",
+    "reset_session",
 ]
 
 _SUBMODULES = frozenset({"calibration", "errors", "kernels", "modifiers", "observers"})
 _HOMES = {
+    "LoggerConfig": "steelyard.logs",
     "Observer": "steelyard.observers",
+    "Oneshot": "steelyard.entry",
     "QParamsDict": "steelyard.observers",
+    "active_session": "steelyard.sessions",
+    "callbacks": "steelyard.sessions",
+    "configure_logger": "steelyard.logs",
+    "create_session": "steelyard.sessions",
     "fuse_weight_observers": "steelyard.observers",
+    "logger": "steelyard.logs",
+    "model_free_ptq": "steelyard.entry",
     "oneshot": "steelyard.entry",
+    "reset_session": "steelyard.sessions",
 }
 
 
@@ -49,7 +69,7 @@ def __getattr__(name: str) -> object:
         value = import_module(f"steelyard.{name}")
     elif name in _HOMES:
         value = getattr(import_module(_HOMES[name]), name)
-    elif name == "__version__":
+    elif name in ("__version__", "version"):
         value = metadata.version("steelyard")
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

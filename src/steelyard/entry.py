@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+
 from steelyard.engine.oneshot import quantize
 from steelyard.engine.result import Result
+from steelyard.engine.run_log import run_log
 from steelyard.engine.run_options import Options
+from steelyard.errors import PlanError
+from steelyard.modifiers import QuantizationModifier
 from steelyard.report import write_report
 
-__all__ = ["oneshot"]
+__all__ = ["Oneshot", "model_free_ptq", "oneshot"]
 
 
 def oneshot(
@@ -27,10 +33,10 @@ def oneshot(
     batch_size: int = 1,
     data_collator: str | Callable[[list[Any]], Any] = "truncation",
     text_column: str = "text",
-    splits: str | None = None,
+    splits: str | Sequence[str] | Mapping[str, str] | None = None,
     shuffle_calibration_samples: bool = True,
     seed: int = 0,
-    pipeline: str = "auto",
+    pipeline: str | None = "auto",
     propagate_error: bool | None = None,
     uncalibrated: str = "error",
     moe_calibrate_all_experts: bool = True,
@@ -42,7 +48,92 @@ def oneshot(
     model_revision: str | None = None,
     trust_remote_code_model: bool = False,
     show_progress: bool | None = None,
+    stage: str | None = None,
+    save_compressed: bool = True,
+    precision: str = "auto",
+    tie_word_embeddings: bool = True,
+    config_name: str | None = None,
+    dataset_config_name: str | None = None,
+    dataset_path: str | Path | None = None,
+    raw_kwargs: Mapping[str, Any] | None = None,
+    streaming: bool = False,
+    preprocessing_func: str | Callable[[Any], Any] | None = None,
+    concatenate_data: bool = False,
+    use_loss_mask: bool = False,
+    sequential_targets: str | Sequence[str] | None = None,
+    log_dir: str | Path | None = None,
+    dvc_data_repository: str | None = None,
+    recipe_args: Mapping[str, Any] | Sequence[str] | None = None,
+    clear_sparse_session: bool = False,
+    quantization_aware_calibration: bool = True,
+    tracing_ignore: Sequence[str] | None = None,
+    sequential_offload_device: Any = "cpu",
+    sequential_prefetch: bool = False,
+    sequential_targets_per_subgraph: int = 1,
+    min_tokens_per_module: float | None = None,
+    pad_to_max_length: bool = False,
+    overwrite_cache: bool = False,
+    preprocessing_num_workers: int | None = None,
+    dataloader_num_workers: int = 0,
+    remove_columns: str | Sequence[str] | None = None,
 ) -> Result:
     """Quantize a model; `steelyard.engine.run_options.Options` documents each option."""
     given = locals()
-    return quantize(Options(**given), add_report=write_report)
+    options = Options(**given)
+    with run_log(options.log_dir) as log:
+        result = quantize(options, add_report=write_report)
+        log.finish(result)
+    return result
+
+
+class Oneshot:
+    """A run that is set up first and started by a call, as in llm-compressor.
+
+    model:  the module that was passed, or the name or folder of a model
+    result: that of the call
+    """
+
+    def __init__(self, log_dir: str | Path | None = None, **options: Any) -> None:
+        self.options = Options(log_dir=log_dir, **options)
+        self.options.check()
+        self.model = self.options.model
+        self.recipe = self.options.recipe
+        self.result: Result | None = None
+
+    def __call__(self) -> None:
+        self.result = oneshot(**{f.name: getattr(self.options, f.name) for f in fields(Options)})
+        self.model = self.model if self.result.model is None else self.result.model
+
+
+def model_free_ptq(
+    model_stub: str | Path,
+    save_directory: str | Path,
+    scheme: QuantizationScheme | str | None = None,
+    config: QuantizationConfig | None = None,
+    ignore: Iterable[str] = (),
+    max_workers: int = 1,
+    device: Any = None,
+    converter: Any = None,
+) -> Result:
+    """Quantize a folder or a model on the hub file by file, without data and model classes.
+
+    scheme:              a preset, or a scheme with its targets
+    config:              several schemes, instead of `scheme`
+    max_workers, device: no effect: threads and devices are chosen as for any run
+    converter:           refused; convert the checkpoint first
+    """
+    if converter is not None:
+        raise PlanError("converter: a checkpoint is read as it is; convert it first")
+    if (scheme is None) == (config is None):
+        raise PlanError("give either scheme or config")
+    ignored = [*(config.ignore or () if config is not None else ()), *ignore]
+    options: dict[str, Any] = {"ignore": ignored}
+    if config is not None:
+        options |= {"config_groups": config.config_groups}
+        options |= {"kv_cache_scheme": config.kv_cache_scheme}
+    elif isinstance(scheme, QuantizationScheme):
+        options["config_groups"] = {"group_0": scheme}
+    else:
+        options["scheme"] = scheme
+    recipe = QuantizationModifier(**options)
+    return oneshot(model_stub, recipe, None, save_directory, overwrite=True)

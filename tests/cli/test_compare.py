@@ -83,3 +83,15 @@ def test_scheme_that_does_not_fit_is_told_and_the_others_run(
     whole = steelyard("compare", model, *options)
     assert whole.code == 0
     assert [line.split()[1] for line in whole.out.splitlines()[1:3]] == ["FP8_BLOCK", "W8A8"]
+
+
+def test_bits_and_groups_of_all_schemes(steelyard: Command, model: Path) -> None:
+    options = ["--observers", "memoryless_minmax", "--group-size", 32, "--num-bits", 8, "--json"]
+    made = steelyard("compare", model, "--schemes", "W4A16", *options).document["cases"][0]
+    changes = {"group_size": 32, "num_bits": 8}
+    expected = compare(model, ["W4A16"], ["memoryless_minmax"], changes=changes).cases[0]
+    plain = compare(model, ["W8A16"], ["memoryless_minmax"], changes={"group_size": 32}).cases[0]
+    assert made["bits_per_weight"] == expected.bits_per_weight == plain.bits_per_weight
+    assert expected.errors == plain.errors
+    answer = steelyard("compare", model, "--schemes", "W4A16,NVFP4A16", *options)
+    assert answer.code == 2 and "--group-size does not apply to NVFP4A16" in answer.err

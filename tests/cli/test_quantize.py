@@ -152,6 +152,15 @@ def test_group_size(steelyard: Command, model: Path, tmp_path: Path) -> None:
     assert "--group-size does not apply to NVFP4A16" in answer.err
 
 
+def test_num_bits(steelyard: Command, model: Path, tmp_path: Path) -> None:
+    options = ["--scheme", "W4A16", "--num-bits", 8, "--group-size", 32]
+    assert steelyard("quantize", model, "-o", tmp_path / "q", *options).code == 0
+    packed = read(tmp_path / "q")["model.layers.0.self_attn.o_proj.weight_packed"]
+    assert packed.shape == (128, 128 // 4)
+    answer = steelyard("quantize", model, "-o", tmp_path / "r", "--scheme", "FP8", "--num-bits", 4)
+    assert answer.code == 2 and "--num-bits does not apply to FP8" in answer.err
+
+
 def test_dry_run_prints_the_plan_and_writes_nothing(
     steelyard: Command, model: Path, tmp_path: Path
 ) -> None:

@@ -179,6 +179,18 @@ def quantize(case: str, folder: Path, output: Path) -> Any:
     return oneshot(model, recipe, output_dir=output, **options)
 
 
+def rows_of(rank: int) -> list[list[int]]:
+    """Return 5 rows for the first rank and 7 for the second, of two lengths."""
+    made = torch.randint(3, 128, (12, 24), generator=torch.Generator().manual_seed(5)).tolist()
+    rows = [row[: 24 - 8 * (i % 2)] for i, row in enumerate(made)]
+    return rows[:5] if rank == 0 else rows[5:]
+
+
+def own_rows(model: Path, rows: list[list[int]], output: Path) -> Any:
+    options: dict[str, Any] = {"batch_size": 4, "shuffle_calibration_samples": False}
+    return oneshot(model, GPTQ, rows, output, **options)
+
+
 def make_source(folder: Path) -> None:
     small_model("llama").save_pretrained(folder / "model")
     small_model("llama", tie_word_embeddings=True).save_pretrained(folder / "tied")
@@ -246,10 +258,12 @@ def work_as_rank(rank: int, world: int, folder: Path, run: str, *more: str) -> N
             assert result.output_dir == (folder / case).resolve()
             assert len(result.modules) >= 21, case
         return
-    if run == "different":
-        data = token_batches(rank)
-        with pytest.raises(DataError, match="have different calibration data"):
-            oneshot(folder.parent / "model", STATIC, data, folder / "out")
+    if run == "own rows":
+        result = own_rows(folder.parent / "model", rows_of(rank), folder / "out")
+        assert any("2 ranks with data of their own (5, 7 samples" in n for n in result.notes)
+        with pytest.raises(DataError, match="have different pipeline"):
+            pipeline = ("sequential", "basic")[rank]
+            oneshot(folder.parent / "model", STATIC, batches(), folder / "no", pipeline=pipeline)
         return
     place, kind, victim = more
     if rank == int(victim):
@@ -325,12 +339,15 @@ def test_cases_have_something_to_tell_apart(alone: Path) -> None:
     assert not filecmp.cmp(files[0], files[1], shallow=False)
 
 
-def test_ranks_with_different_data_are_refused(source: Path) -> None:
-    folder = source / "different"
+def test_rows_of_their_own_are_joined_in_rank_order(source: Path) -> None:
+    """Also where the last batch of one rank is filled with the first rows of the next."""
+    folder = source / "own"
     folder.mkdir()
-    codes, said = start(__file__, ["different"], 2, folder)
+    codes, said = start(__file__, ["own rows"], 2, folder)
     assert codes == [0, 0], said
-    assert not (folder / "out").exists()
+    assert not (folder / "no").exists()
+    own_rows(source / "model", [*rows_of(0), *rows_of(1)], folder / "alone")
+    assert contents(folder / "out") == contents(folder / "alone")
 
 
 # -- ranks that end -------------------------------------------------------------------------------

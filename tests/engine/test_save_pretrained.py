@@ -112,7 +112,9 @@ FORMATS = (
 )
 
 
-@pytest.mark.parametrize("scheme", ["W4A16", "W8A8", "FP8_DYNAMIC", "NVFP4A16", "MXFP4A16"])
+@pytest.mark.parametrize(
+    "scheme", ["W4A16", "W8A8", "W4AFP8", "FP8_DYNAMIC", "NVFP4A16", "MXFP4A16"]
+)
 def test_chosen_format_is_written_and_loads_or_is_refused(scheme: str, tmp_path: Path) -> None:
     """Whatever is accepted gives the same logits in transformers."""
     if scheme not in PRESET_SCHEMES:
@@ -134,7 +136,7 @@ def test_chosen_format_is_written_and_loads_or_is_refused(scheme: str, tmp_path:
         assert_close(logits(loaded(folder)), expected, rtol=0, atol=0, msg=name)
     own = format_of(model.model.layers[0].mlp.up_proj.quantization_scheme)
     assert own in accepted
-    if scheme in ("W4A16", "W8A8"):
+    if scheme in ("W4A16", "W8A8", "W4AFP8"):
         assert {"pack-quantized", "naive-quantized"} <= set(accepted)
     else:
         assert "pack-quantized" not in accepted

@@ -1,4 +1,4 @@
-"""`group_size`: another size for the groups of a preset."""
+"""`group_size` and `num_bits`: other groups and bits for the weights of a preset."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from compressed_tensors.quantization import preset_name_to_scheme
+from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 
 from steelyard.modifiers import GPTQModifier, QuantizationModifier
 from steelyard.recipes import load_recipe
@@ -21,6 +22,24 @@ def test_preset_gets_the_size_and_keeps_the_rest(kind: Any) -> None:
     assert preset is not None and preset.group_size == 128, "the preset itself was changed"
 
 
+@pytest.mark.parametrize("kind", [QuantizationModifier, GPTQModifier])
+@pytest.mark.parametrize("bits", [2, 3, 8])
+def test_preset_with_other_bits_is_another_preset(kind: Any, bits: int) -> None:
+    other = f"W{bits}A16"
+    if other not in PRESET_SCHEMES:
+        pytest.skip(f"this compressed-tensors has no {other}")
+    changed = kind(scheme="W4A16", num_bits=bits).config.config_groups["group_0"]
+    preset = kind(scheme=other, group_size=128).config.config_groups["group_0"]
+    assert changed.weights == preset.weights
+
+
+def test_bits_of_floats_are_fixed() -> None:
+    with pytest.raises(ValueError, match="num_bits does not apply to FP8, whose weights are not"):
+        QuantizationModifier(scheme="FP8", num_bits=4)
+    with pytest.raises(ValueError, match="at least 2"):
+        QuantizationModifier(scheme="W4A16", num_bits=1)
+
+
 def test_every_preset_of_several() -> None:
     both = QuantizationModifier(
         scheme={"W4A16": ["re:.*mlp.*"], "W8A16": ["re:.*attn.*"]}, group_size=32
@@ -30,12 +49,15 @@ def test_every_preset_of_several() -> None:
 
 
 def test_recipe_and_back() -> None:
-    text = "modifiers: {QuantizationModifier: {scheme: W4A16, group_size: 64, ignore: [lm_head]}}"
+    options = "{scheme: W4A16, group_size: 64, num_bits: 3, ignore: [lm_head]}"
+    text = f"modifiers: {{QuantizationModifier: {options}}}"
     loaded = load_recipe(text)
     again = load_recipe(load_recipe(loaded.modifiers).text)
     for recipe in (loaded, again):
         config = recipe.modifiers[0].quantization_config()
-        assert config is not None and config.config_groups["group_0"].weights.group_size == 64
+        assert config is not None
+        weights = config.config_groups["group_0"].weights
+        assert weights is not None and (weights.group_size, weights.num_bits) == (64, 3)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from steelyard.errors import RecipeError
 from steelyard.modifiers import QuantizationModifier
+from steelyard.modifiers.not_implemented import NOT_IMPLEMENTED
 from steelyard.recipes import load_recipe
-from steelyard.recipes.not_implemented import NOT_IMPLEMENTED
 from steelyard.recipes.recipe_forms import modifier_names
 
 BASE = "quantization_stage.quantization_modifiers.QuantizationModifier"
@@ -231,7 +231,7 @@ QuantizationModifier:
     ("recipe", "told"),
     [
         ("QuantizationModifer: {}", "did you mean 'QuantizationModifier'"),
-        ("modifiers: {AWQ: {}}", "known: .*QuantizationModifier"),
+        ("modifiers: {SparseAWQ: {}}", "known: .*QuantizationModifier"),
         ("modifiers: {QuantizationModifier: W4A16}", "are a mapping, got 'W4A16'"),
         ("modifiers: [QuantizationModifier]", r"write `QuantizationModifier: \{\}`"),
         ("modifiers: [{A: 1, B: 2}]", "one modifier per item"),
@@ -246,7 +246,6 @@ QuantizationModifier:
         ("# only a comment", "is empty"),
         ("hello", "got 'hello'"),
         ("W4A16", r'QuantizationModifier\(scheme="W4A16"\)'),
-        (None, "got nothing"),
         (7, "got 7"),
         ([], "an empty list"),
         ([7], "got 7"),

@@ -13,7 +13,7 @@ from steelyard.cli import options
 from steelyard.cli.grouping import joined_lines, matching
 from steelyard.cli.known import completing, one_of
 from steelyard.cli.rank_streams import is_first
-from steelyard.cli.recipe import ignored_by
+from steelyard.cli.recipe import changes_of, ignored_by
 from steelyard.cli.terminal import Column, number, print_document, print_line, print_table
 from steelyard.errors import ReportError
 from steelyard.names import observer_names, scheme_names
@@ -44,6 +44,8 @@ def compare(
             help="Schemes for weights.",
         ),
     ] = "W4A16,NVFP4A16",
+    group_size: options.GroupSize = None,
+    num_bits: options.NumBits = None,
     ignore: options.Ignore = None,
     filter: options.Filter = None,
     layers: Annotated[
@@ -84,6 +86,7 @@ def compare(
     stored = [one_of("scheme", name, scheme_names()) for name in _split(schemes)]
     if not chosen or not stored:
         raise typer.BadParameter("name at least one observer and one scheme")
+    changes = changes_of(stored, group_size, num_bits)
     keep = matching(filter)
     if report is not None and not report.absolute().parent.is_dir():
         raise typer.BadParameter(f"there is no folder {report.parent} for the report; create it")
@@ -98,6 +101,7 @@ def compare(
         model,
         stored,
         chosen,
+        changes=changes,
         ignore=ignored_by(ignore),
         keep=keep,
         layers=layers,

@@ -21,6 +21,7 @@ __all__ = [
     "Json",
     "MaxSeqLength",
     "Model",
+    "NumBits",
     "ObserverName",
     "OutputFile",
     "Pipeline",
@@ -193,12 +194,24 @@ GroupSize = Annotated[
         show_default="that of the scheme",
     ),
 ]
+NumBits = Annotated[
+    int | None,
+    typer.Option(
+        "--num-bits",
+        metavar="N",
+        min=2,
+        max=8,
+        help="Bits of a weight, for schemes with integer weights.",
+        show_default="that of the scheme",
+    ),
+]
 Data = Annotated[
     str | None,
     typer.Option(
         "--data",
         metavar="FILE",
-        help="Calibration data: a .txt, .jsonl or .parquet file, or a dataset on the hub.",
+        help="Calibration data: a .txt, .jsonl, .csv or .parquet file, a dataset on the hub, or "
+        "`demo` for the built-in text.",
         show_default=False,
     ),
 ]

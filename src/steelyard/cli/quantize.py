@@ -49,6 +49,7 @@ def quantize(
     targets: options.Targets = None,
     gptq: options.Gptq = False,
     group_size: options.GroupSize = None,
+    num_bits: options.NumBits = None,
     samples: options.Samples = 512,
     max_seq_length: options.MaxSeqLength = 2048,
     batch_size: options.BatchSize = 1,
@@ -93,7 +94,15 @@ def quantize(
       steelyard quantize path/to/model -o model-NVFP4 --recipe recipe.yaml --data calibration.txt
     """
     made = recipe_from(
-        scheme, recipe, observer, ignore, targets, gptq, group_size, weigh=data is not None
+        scheme,
+        recipe,
+        observer,
+        ignore,
+        targets,
+        gptq,
+        group_size,
+        num_bits,
+        weigh=data is not None,
     )
     if output is None and not dry_run:
         raise typer.BadParameter("-o is missing: where should the checkpoint go?")
@@ -104,7 +113,8 @@ def quantize(
 
     if data is None and statistics is None and not dry_run and load_recipe(made).needs_data:
         raise typer.BadParameter(
-            "--data is missing: static activations, importance and GPTQ need calibration data"
+            "--data is missing: static activations, importance and GPTQ need calibration data; "
+            "give a file, or --data demo to try it with the built-in text"
         )
     join()
     try:

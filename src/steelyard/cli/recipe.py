@@ -9,7 +9,7 @@ import typer
 
 from steelyard.names import WEIGHT_OBSERVER
 
-__all__ = ["ignored_by", "recipe_from"]
+__all__ = ["changes_of", "ignored_by", "recipe_from"]
 
 HEAD = "lm_head"
 
@@ -22,6 +22,7 @@ def recipe_from(
     targets: Sequence[str] | None = None,
     gptq: bool = False,
     group_size: int | None = None,
+    num_bits: int | None = None,
     weigh: bool = False,
 ) -> Any:
     """Return modifiers for a scheme, or the recipe file; exactly one of the two is given.
@@ -36,6 +37,7 @@ def recipe_from(
             "--targets": targets,
             "--gptq": gptq,
             "--group-size": group_size,
+            "--num-bits": num_bits,
         }
         clash = [name for name, value in given.items() if value]
         if clash:
@@ -46,7 +48,6 @@ def recipe_from(
     if scheme is None:
         raise typer.BadParameter("one of --scheme and --recipe is missing, such as --scheme W4A16")
     from steelyard.modifiers import GPTQModifier, IMatrixGatherer, QuantizationModifier
-    from steelyard.modifiers.schemes import group_size_problem
 
     options: dict[str, Any] = {
         "ignore": ignored_by(ignore, targets),
@@ -55,10 +56,7 @@ def recipe_from(
     }
     if targets:
         options["targets"] = list(targets)
-    if group_size is not None:
-        if problem := group_size_problem(scheme):
-            raise typer.BadParameter(f"--group-size {problem}")
-        options["group_size"] = group_size
+    options |= changes_of([scheme], group_size, num_bits)
     from steelyard.errors import RecipeError
     from steelyard.modifiers.check import check_options
     from steelyard.recipes import load_recipe
@@ -69,6 +67,20 @@ def recipe_from(
     if weigh and not load_recipe(made).needs_data and _weighs(options["weight_observer"]):
         return [IMatrixGatherer(ignore=options["ignore"]), made]
     return made
+
+
+def changes_of(
+    schemes: Sequence[str], group_size: int | None, num_bits: int | None
+) -> dict[str, int]:
+    """Return what --group-size and --num-bits change in the weights of schemes."""
+    from steelyard.modifiers.schemes import CHANGES
+
+    given = {"group_size": group_size, "num_bits": num_bits}
+    changes = {name: value for name, value in given.items() if value is not None}
+    for name in changes:
+        for problem in filter(None, map(CHANGES[name], schemes)):
+            raise typer.BadParameter(f"--{name.replace('_', '-')} {problem}")
+    return changes
 
 
 def ignored_by(ignore: Sequence[str] | None, targets: Sequence[str] | None = None) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import importlib
 import json
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,7 @@ from steelyard.data.tokens import RowReader, columns_text
 from steelyard.errors import DataError
 from steelyard.foreign import reason_of
 
-__all__ = ["JsonLines", "Parquet", "TextFile", "optional"]
+__all__ = ["JsonLines", "Parquet", "TextFile", "optional", "read_csv"]
 
 BLOCK = 2**16  # characters of text tokenized at once
 SCAN = 2**24  # bytes searched for line ends at once
@@ -151,6 +152,16 @@ class JsonLines:
                 f"{where}: expected an object with text or messages, got a {type(row).__name__}"
             )
         return where, row
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a CSV file, whose first line names the columns."""
+    csv.field_size_limit(LINE)
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            return list(csv.DictReader(file, restkey="", restval=""))
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise DataError(f"{path} is not a CSV file in UTF-8: {reason_of(error)}") from None
 
 
 class Parquet:

@@ -12,12 +12,16 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from steelyard.data.data_files import JsonLines, Parquet, Row, TextFile, optional
+from steelyard.data.data_files import JsonLines, Parquet, Row, TextFile, read_csv
+from steelyard.data.hub_datasets import Loading, load_named, pick_split
+from steelyard.data.known_datasets import DEMO, known_dataset
+from steelyard.data.preprocessing import IndexedMappedRows, MappedRows
 from steelyard.data.tokens import RowReader
+from steelyard.demo.texts import built_in_texts
 from steelyard.errors import DataError
 from steelyard.foreign import reason_of
 
-__all__ = ["IndexedRows", "Rows", "collated", "open_rows"]
+__all__ = ["IndexedRows", "Rows", "collated", "mapped", "open_rows"]
 
 FILES = {
     ".txt": "text",
@@ -28,7 +32,9 @@ FILES = {
     ".jsonl": "json",
     ".json": "json",
     ".parquet": "parquet",
+    ".csv": "csv",
 }
+TYPES = ("custom", "json", "csv", "text", "parquet")  # what scripts call a dataset in files
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -103,18 +109,42 @@ class IterableRows:
             yield where, row
 
 
-def open_rows(dataset: Any, split: str | None, shuffle: bool, reader: RowReader) -> Rows:
+def open_rows(dataset: Any, loading: Loading, shuffle: bool, reader: RowReader) -> Rows:
     """Return the rows of a dataset; `load_samples` lists the supported kinds."""
+    if loading.path is not None:
+        dataset = _at_path(dataset, loading)
     if isinstance(dataset, (str, Path)):
-        return _named(dataset, split, shuffle, reader)
-    if isinstance(dataset, Mapping) and _is_from_datasets(dataset):
-        return _collection(_pick(dataset, split), "the dataset")
-    if split is not None:
+        return _named(dataset, loading, shuffle, reader)
+    if idle := loading.needs_name():
         raise DataError(
-            f"splits={split!r} needs the name of a dataset or a DatasetDict; a "
+            f"{idle[0]} needs the name of a dataset on the hub; a {type(dataset).__name__} is "
+            "loaded already: remove the option"
+        )
+    if isinstance(dataset, Mapping) and _is_from_datasets(dataset):
+        chosen = pick_split(dataset, loading.split)
+        name = loading.split or str(getattr(chosen, "split", None) or "its only split")
+        return _collection(chosen, f"the dataset ({name})")
+    if loading.split is not None and not _is_from_datasets(dataset):
+        raise DataError(
+            f"splits={loading.split!r} needs the name of a dataset or a DatasetDict; a "
             f"{type(dataset).__name__} has no splits"
         )
-    return _collection(dataset, f"the {type(dataset).__name__}")
+    name = f"the {type(dataset).__name__}"
+    if loading.split is not None:  # as in llm-compressor, whose scripts give it twice
+        name += f" (loaded already, so splits={loading.split!r} is not applied)"
+    return _collection(dataset, name)
+
+
+def _at_path(dataset: Any, loading: Loading) -> str:
+    """Return `dataset_path`, which replaces a dataset on the hub."""
+    if dataset is not None and str(dataset) not in TYPES:
+        raise DataError(
+            f"dataset_path={str(loading.path)!r} replaces the dataset; remove one of them, or pass "
+            'dataset="custom"'
+        )
+    if str(loading.path).startswith("dvc:"):
+        raise DataError(f"dataset_path={str(loading.path)!r}: run `dvc get`, and pass the file")
+    return str(loading.path)
 
 
 def _collection(dataset: Any, name: str) -> Rows:
@@ -154,8 +184,8 @@ def collated(rows: Iterator[Row], collator: Callable[[list[Any]], Any], size: in
 # -- files and names --------------------------------------------------------------------------
 
 
-def _named(dataset: str | Path, split: str | None, shuffle: bool, reader: RowReader) -> Rows:
-    path = Path(dataset)
+def _named(dataset: str | Path, loading: Loading, shuffle: bool, reader: RowReader) -> Rows:
+    path, split = Path(dataset), loading.split
     try:
         is_file, is_folder = path.is_file(), path.is_dir()
     except (OSError, ValueError):  # too long, or with a NUL: a text, not a name
@@ -164,7 +194,7 @@ def _named(dataset: str | Path, split: str | None, shuffle: bool, reader: RowRea
     if not is_file:
         name = str(dataset)
         if is_folder or (isinstance(dataset, str) and HUB_NAME.fullmatch(name) and not known):
-            return _from_datasets(name, split, shuffle)
+            return _known(name, loading, shuffle, reader)
         shown = name if len(name) <= 80 else f"{name[:77]}..."
         raise DataError(
             f"there is no file {shown!r}: pass a file, the name of a dataset, or a list of texts"
@@ -176,6 +206,8 @@ def _named(dataset: str | Path, split: str | None, shuffle: bool, reader: RowRea
         return TextFile(path, reader)
     if form == "json":
         return JsonLines(path)
+    if form == "csv":
+        return SequenceRows(read_csv(path), str(path))
     if form == "parquet":
         return Parquet(path, reader.columns)
     raise DataError(
@@ -184,36 +216,22 @@ def _named(dataset: str | Path, split: str | None, shuffle: bool, reader: RowRea
     )
 
 
-def _from_datasets(name: str, split: str | None, shuffle: bool) -> Rows:
-    """Load a dataset by name; stream it if only the first rows are needed."""
-    datasets = optional("datasets", f"the dataset {name!r}")
-    try:
-        if split is None:
-            split = _only(datasets.get_dataset_split_names(name), name)
-        streaming = not shuffle and "[" not in split  # slices need the whole
-        loaded = datasets.load_dataset(name, split=split, streaming=streaming)
-    except DataError:
-        raise
-    except Exception as error:  # many kinds: no such name, no network, a missing config
-        raise DataError(
-            f"the dataset {name!r} cannot be loaded: {reason_of(error)}; if it needs more "
-            "than a name and a split, load it yourself and pass the object"
-        ) from error
-    return _collection(loaded, f"{name} ({split})")
+def _known(name: str, loading: Loading, shuffle: bool, reader: RowReader) -> Rows:
+    """Return the rows of a dataset by name; those of a known one become text or messages."""
+    if name == DEMO:
+        return SequenceRows(built_in_texts(8 * reader.text_length), "the built-in text")
+    known = known_dataset(name)
+    loaded, shown = load_named(name, loading, shuffle, known)
+    rows = _collection(loaded, shown)
+    if known is None or reader.prepares:
+        return rows
+    return mapped(rows, lambda row: known.row(row, reader.has_template))
 
 
-def _pick(splits: Mapping[str, Any], split: str | None) -> Any:
-    if split is None:
-        split = _only(list(splits), "the dataset")
-    if split not in splits:
-        raise DataError(f"there is no split {split!r}, only: {', '.join(splits)}")
-    return splits[split]
-
-
-def _only(splits: Sequence[str], name: str) -> str:
-    if len(splits) == 1:
-        return splits[0]
-    raise DataError(f"{name} has the splits {', '.join(splits) or 'none'}: choose one, splits=")
+def mapped(rows: Rows, function: Callable[[Any], Any]) -> Rows:
+    """Return rows that a function changes, by index if they are."""
+    kind = IndexedMappedRows if isinstance(rows, IndexedRows) else MappedRows
+    return kind(rows, function)
 
 
 def _is_from_datasets(dataset: object) -> bool:

@@ -41,6 +41,7 @@ class RowReader:
     check:         raises for inputs that the model does not accept; None reads only token ids
     get_processor: called once, for the first row with images, videos or audio
     features_only: read rows without pixels or audio features as token ids, whatever else they have
+    prepares:      the caller's own function turns rows into what is read here
     """
 
     get_tokenizer: Callable[[], PreTrainedTokenizerBase]
@@ -51,6 +52,11 @@ class RowReader:
     check: Callable[[Inputs, str], None] | None = None
     get_processor: Callable[[], Any] | None = None
     features_only: bool = False
+    prepares: bool = False
+
+    def has_template(self) -> bool:
+        """Whether the tokenizer can render messages."""
+        return getattr(self.tokenizer, "chat_template", None) is not None
 
     @property
     def text_length(self) -> int:

@@ -23,7 +23,14 @@ from typing import Literal
 
 from steelyard.errors import DataError
 
-__all__ = ["Part", "calibration_texts", "held_out_texts", "library_files", "part_of"]
+__all__ = [
+    "Part",
+    "built_in_texts",
+    "calibration_texts",
+    "held_out_texts",
+    "library_files",
+    "part_of",
+]
 
 Part = Literal["train", "held_out"]
 
@@ -73,6 +80,12 @@ def calibration_texts(count: int, seed: int = 0, *, characters: int = 2048) -> l
 def held_out_texts(count: int, seed: int = 0, *, characters: int = 2048) -> list[str]:
     """Return `count` texts from the held-out files, selected as in `calibration_texts`."""
     return _texts("held_out", count, seed, characters)
+
+
+def built_in_texts(characters: int) -> list[str]:
+    """Return all calibration texts, of at most `characters` each, in the order of the files."""
+    files = library_files("train").values()
+    return [piece for path in files for piece in _pieces(path.read_text("utf-8"), characters)]
 
 
 def _python_files(root: Path) -> Iterator[Path]:

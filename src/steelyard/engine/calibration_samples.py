@@ -7,10 +7,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from steelyard.algorithms import Algorithm, needs_data
+from steelyard.data.hub_datasets import Loading, split_of
+from steelyard.data.known_datasets import DEMO
 from steelyard.data.limits import learned_positions
+from steelyard.data.preprocessing import row_function
 from steelyard.data.samples import HARDLY_ANY_TOKENS, Samples, load_samples
 from steelyard.data.tokenizer import processor_of, tokenizer_of
+from steelyard.distributed import Ranks
 from steelyard.engine.announce import announce
+from steelyard.engine.rank_agreement import joined_over_ranks
 from steelyard.engine.result import Result
 from steelyard.engine.run_options import Options
 from steelyard.engine.statistics import RunStatistics
@@ -19,6 +24,11 @@ from steelyard.model.inputs import check_inputs
 from steelyard.model.source import Source
 
 __all__ = ["samples_for"]
+
+DEMO_WARNING = (
+    "calibrating on the built-in text, which is Python source code: scales and rounding fit that, "
+    "not what the model is used for; pass data of your own for a model that you ship"
+)
 
 
 def samples_for(
@@ -29,17 +39,19 @@ def samples_for(
     statistics: RunStatistics,
     result: Result,
     shown: bool,
+    ranks: Ranks,
 ) -> Samples | None:
     """Return the calibration samples and describe them in the notes; None if none are needed."""
     needed = needs_data(algorithms)
-    if options.pipeline == "datafree" and needed and options.statistics is None:
+    if options.route == "datafree" and needed and options.statistics is None:
         raise DataError('the recipe needs calibration data, so pipeline="datafree" cannot run it')
-    if needed and options.dataset is None and options.statistics is None:
+    given = options.dataset is not None or options.dataset_path is not None
+    if needed and not given and options.statistics is None:
         raise DataError(
             "the recipe needs calibration data (static activations, a KV cache or importance): "
             "pass dataset=, or the statistics= of an earlier run"
         )
-    if options.dataset is not None and not needed:
+    if given and not needed:
         note = "the recipe needs no calibration data; the dataset is not read"
         result.notes.append(note)
         warn_caller(note)
@@ -56,7 +68,13 @@ def samples_for(
         max_seq_length=options.sequence_length,
         batch_size=options.batch_size,
         text_column=options.text_column,
-        split=options.splits,
+        loading=Loading(
+            split_of(options.splits),
+            options.dataset_config_name,
+            options.dataset_path,
+            options.streaming,
+            options.raw_kwargs or {},
+        ),
         shuffle=options.shuffle_calibration_samples,
         seed=options.seed,
         vocab_size=getattr(text_config, "vocab_size", None),
@@ -66,7 +84,14 @@ def samples_for(
         processor=lambda: processor_of(
             options.processor or tokenizer, source, options.trust_remote_code_model
         ),
+        preprocess=row_function(options.preprocessing_func),
+        concatenate=options.concatenate_data,
     )
+    samples = joined_over_ranks(samples, ranks, options.batch_size)
+    if options.dataset == DEMO:
+        result.notes.append(DEMO_WARNING)
+        result.warnings.append(DEMO_WARNING)
+        warn_caller(DEMO_WARNING, CalibrationWarning)
     for number, batch in enumerate(samples.batches):
         check_inputs(source.model, batch, f"batch {number}")
     result.notes.append(samples.description)

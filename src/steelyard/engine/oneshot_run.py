@@ -19,15 +19,19 @@ from steelyard.engine.announce import announce
 from steelyard.engine.calibration_samples import samples_for
 from steelyard.engine.final_config import final_config
 from steelyard.engine.identity import digest_of, identity_of
+from steelyard.engine.idle_options import idle_notes
 from steelyard.engine.output import Output
 from steelyard.engine.planning import plan_run, streams
+from steelyard.engine.prepared_options import prepared
+from steelyard.engine.rank_agreement import check_alike
 from steelyard.engine.result import Result
 from steelyard.engine.run import Run
 from steelyard.engine.run_options import Options
 from steelyard.engine.save_pretrained import save_as_quantized
 from steelyard.engine.saved_files import check_saved_files
 from steelyard.engine.statistics import RunStatistics
-from steelyard.errors import DataError, PlanError
+from steelyard.errors import PlanError
+from steelyard.formats import DENSE
 from steelyard.model.applied_schemes import apply_schemes
 from steelyard.model.experts import Experts
 from steelyard.model.model_folder import model_name
@@ -56,10 +60,9 @@ class OneshotRun:
     def __init__(self, options: Options, undo: contextlib.ExitStack) -> None:
         """Load the recipe and open the model."""
         self.started = time.perf_counter()
-        options.check()
-        self.options = options
+        self.options = options = prepared(options)
         self.ranks = Ranks.current()
-        self.recipe = load_recipe(options.recipe)
+        self.recipe = load_recipe(options.recipe, options.stage)
         self.algorithms = self.recipe.algorithms()
         asked = options.propagate_error
         needed = any(algorithm.needs.propagate for algorithm in self.algorithms)
@@ -83,7 +86,7 @@ class OneshotRun:
         plan = plan_run(options, self.recipe, self.algorithms, self.source, self.propagate)
         given = options.model if isinstance(options.model, Module) else None
         self.result = Result(plan, self.recipe, model=given, source=model_name(options.model))
-        self.result.notes += [*untying_notes(plan), *plan.warnings]
+        self.result.notes += [*idle_notes(options), *untying_notes(plan), *plan.warnings]
         self.result.warnings += plan.warnings
         if self._shown and (options.dry_run or not plan.errors):  # raised below
             announce(str(plan))
@@ -116,6 +119,7 @@ class OneshotRun:
             self.statistics,
             result,
             self._shown,
+            self.ranks,
         )
         self._check_alike()
 
@@ -130,6 +134,7 @@ class OneshotRun:
             self._identity(),
             self.options.resume,
             self.ranks,
+            format=None if self.options.save_compressed and self.algorithms else DENSE,
         )
         with output as self.run.output:
             yield
@@ -187,7 +192,7 @@ class OneshotRun:
     def save_module(self, add_report: AddReport | None) -> None:
         """Make `save_pretrained` of a loaded module write the quantized checkpoint."""
         result = self.result
-        if result.model is not None:
+        if result.model is not None and self.algorithms:
             save_as_quantized(
                 self.source,
                 self.config,
@@ -224,9 +229,11 @@ class OneshotRun:
         if self.source.shards is None or options.output_dir is None:
             return None
         given: dict[str, Any] = {
-            "pipeline": options.pipeline,
+            "pipeline": options.route,
             "propagate_error": self.propagate,
             "moe_calibrate_all_experts": options.moe_calibrate_all_experts,
+            "save_compressed": options.save_compressed,
+            "tie_word_embeddings": options.tie_word_embeddings,
         }
         for algorithm in self.algorithms:
             given |= algorithm.digests()
@@ -235,10 +242,10 @@ class OneshotRun:
 
     def _check_alike(self) -> None:
         """Raise if ranks were started with different options, recipes or data."""
-        options, ranks = self.options, self.ranks
+        options = self.options
         same = (
-            *(options.pipeline, self.propagate, options.uncalibrated, options.resume),
-            *(options.overwrite, options.moe_calibrate_all_experts),
+            *(options.route, self.propagate, options.uncalibrated, options.resume),
+            *(options.overwrite, options.moe_calibrate_all_experts, options.save_compressed),
         )
         mine = {
             "recipe": self.recipe.text,
@@ -247,19 +254,16 @@ class OneshotRun:
             "output_dir": options.output_dir is not None,
             **self.statistics.digests(),
         }
-        for rank, other in enumerate(ranks.gather(mine)):
-            for name in {**mine, **other}:
-                if other.get(name) != mine.get(name):
-                    raise DataError(
-                        f"ranks {rank} and {ranks.rank} have different {name}; all ranks must be "
-                        "started with the same"
-                    )
+        check_alike(self.ranks, mine)
 
 
 def _open(options: Options, streamed: bool) -> Source:
     if streamed:
         return Source.from_files(options.model, options.model_revision)
-    return Source.open(options.model, options.model_revision, options.trust_remote_code_model)
+    source = Source.open(options.model, options.model_revision, options.trust_remote_code_model)
+    if options.precision != "auto":
+        source.loaded_from = None  # its tensors would be stored in the type of the files
+    return source
 
 
 def _observes_only(options: Options, source: Source) -> bool:

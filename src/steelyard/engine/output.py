@@ -257,7 +257,8 @@ class Output:
         self.writer.write_text("recipe.yaml", recipe)
         if self.format == DENSE:  # no scheme to validate against, and no report
             content = self.source.config()
-            content.pop("quantization_config", None)
+            if plan.quantized:
+                content.pop("quantization_config", None)
             return self.writer.finish(content)
         content = written_config(self.source, config, plan, self.plain, self.format)
         as_planned = self.format is None and config == plan.config

@@ -10,6 +10,7 @@ from torch.nn import Module
 
 from steelyard.algorithms import Algorithm, needs_data
 from steelyard.distributed import ThreadPool
+from steelyard.engine.prepared_options import target_problems, untie_heads
 from steelyard.engine.run import model_device
 from steelyard.engine.run_options import Options
 from steelyard.engine.stages import CONCURRENT_BYTES, holding_budget
@@ -29,7 +30,9 @@ __all__ = ["plan_run", "streams"]
 
 def streams(options: Options, recipe: Recipe, algorithms: Sequence[Algorithm]) -> bool:
     """Whether the run can go file by file: it needs no data, and no module classes."""
-    if isinstance(options.model, Module) or options.pipeline not in ("auto", "datafree"):
+    if isinstance(options.model, Module) or options.route not in ("auto", "datafree"):
+        return False
+    if not options.save_compressed:
         return False
     if needs_data(algorithms) or not all(algorithm.streams for algorithm in algorithms):
         return False
@@ -53,6 +56,9 @@ def plan_run(
 ) -> Plan:
     """Return the plan of a run, with its errors and costs."""
     plan = make_plan(source.model, modifiers=recipe.modifiers)
+    heads, tied = untie_heads(options, source.model)
+    plan.untied = {**heads, **plan.untied}
+    plan.errors += [*tied, *target_problems(options, source.model)]
     source.restack([planned.name for planned in plan.quantized])
     if not plan.errors:
         source.untie(plan.untied)
@@ -64,7 +70,7 @@ def plan_run(
     plan.errors += _needs_of_blocks(options, algorithms)
     if with_data:
         try:
-            route = route_of(source.model, options.pipeline)
+            route = route_of(source.model, options.route)
             plan.route, plan.whole = route.text, route.whole
         except PipelineError as error:
             plan.errors.append(str(error))
@@ -115,7 +121,7 @@ def _waiting_bytes(plan: Plan, budget: int, least: int) -> int:
 
 def _needs_of_blocks(options: Options, algorithms: Sequence[Algorithm]) -> list[str]:
     """Return an error for each algorithm that needs blocks, if the model runs as a whole."""
-    if options.pipeline != "basic":
+    if options.route != "basic":
         return []
     return [
         f'{type(algorithm.modifier).__name__} works block by block, but pipeline="basic" runs '

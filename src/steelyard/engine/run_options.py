@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,15 +45,16 @@ class Options:
     names for batches of text; here those hold samples of equal length, without padding."""
     text_column: str = "text"
     """Column of the dataset that holds the text."""
-    splits: str | None = None
-    """Split of the dataset, such as "train[:512]"."""
+    splits: str | Sequence[str] | Mapping[str, str] | None = None
+    """Split of the dataset, such as "train[:512]"; also as {"calibration": split}, or in a list."""
     shuffle_calibration_samples: bool = True
     """Draw samples at random; False uses the first ones."""
     seed: int = 0
     """Seed of the random draw."""
-    pipeline: str = "auto"
+    pipeline: str | None = "auto"
     """sequential (layer by layer), basic (the whole model at once), or datafree (file by file);
-    auto chooses datafree if no data is needed, else sequential."""
+    auto chooses datafree if no data is needed, else sequential. None and independent, the default
+    of llm-compressor, are the same as auto."""
     propagate_error: bool | None = None
     """Give each layer the output of the quantized layers before it. That costs a second pass unless
     an algorithm solves modules in the order of their calls; None lets the algorithms decide."""
@@ -78,10 +79,70 @@ class Options:
     """Run the Python code that the checkpoint contains."""
     show_progress: bool | None = None
     """Show plan and progress; None shows them on a terminal."""
+    stage: str | None = None
+    """Apply only the stages of the recipe whose name starts with this; the checkpoint goes into a
+    folder of that name in `output_dir`."""
+    save_compressed: bool = True
+    """False writes rounded weights in their original type, without a quantization_config."""
+    precision: str = "auto"
+    """Type to load the weights in, such as bfloat16; auto keeps that of the files. Any other loads
+    the whole model into memory, and cannot be resumed."""
+    tie_word_embeddings: bool = True
+    """False stores an output head that is tied to the embedding as a tensor of its own."""
+    config_name: str | None = None
+    """Only the model's own; another config is refused."""
+    dataset_config_name: str | None = None
+    """Configuration of a dataset on the hub, such as wikitext-2-raw-v1."""
+    dataset_path: str | Path | None = None
+    """A file (.txt, .json, .jsonl, .csv, .parquet) or a folder of them, instead of a dataset on the
+    hub; `dataset` may then be "custom" or the type of the files."""
+    raw_kwargs: Mapping[str, Any] | None = None
+    """Further arguments of `datasets.load_dataset`."""
+    streaming: bool = False
+    """Read a dataset on the hub row by row, without a download of the whole."""
+    preprocessing_func: str | Callable[[Any], Any] | None = None
+    """Called with each row, returns the row to read; or "path/to/file.py:function"."""
+    concatenate_data: bool = False
+    """Join the tokens of all rows, and cut them into samples of `max_seq_length`."""
+    use_loss_mask: bool = False
+    """Refused: no algorithm here weights tokens by the column `loss_mask`."""
+    sequential_targets: str | Sequence[str] | None = None
+    """Modules that run one after another. Always whole decoder layers: a target must match them, or
+    modules inside them."""
+    log_dir: str | Path | None = None
+    """Folder for a log file of the run: plan, notes and result."""
+    dvc_data_repository: str | None = None
+    """Refused: download the data with dvc, and pass the file."""
+    recipe_args: Mapping[str, Any] | Sequence[str] | None = None
+    """No effect, see `steelyard.engine.idle_options`; so have the options below."""
+    clear_sparse_session: bool = False
+    """No effect."""
+    quantization_aware_calibration: bool = True
+    """No effect."""
+    tracing_ignore: Sequence[str] | None = None
+    """No effect."""
+    sequential_offload_device: Any = "cpu"
+    """No effect."""
+    sequential_prefetch: bool = False
+    """No effect."""
+    sequential_targets_per_subgraph: int = 1
+    """No effect."""
+    min_tokens_per_module: float | None = None
+    """No effect."""
+    pad_to_max_length: bool = False
+    """No effect."""
+    overwrite_cache: bool = False
+    """No effect."""
+    preprocessing_num_workers: int | None = None
+    """No effect."""
+    dataloader_num_workers: int = 0
+    """No effect."""
+    remove_columns: str | Sequence[str] | None = None
+    """No effect."""
 
     def check(self) -> None:
         """Raise for invalid values."""
-        _one_of("pipeline", self.pipeline, PIPELINES)
+        _one_of("pipeline", self.route, PIPELINES)
         _one_of("uncalibrated", self.uncalibrated, UNCALIBRATED)
         if not callable(self.data_collator):
             _one_of("data_collator", self.data_collator, COLLATORS)
@@ -91,6 +152,11 @@ class Options:
             batch_size=self.batch_size,
             seed=self.seed,
         )
+
+    @property
+    def route(self) -> str:
+        """The pipeline, with the names of llm-compressor for auto resolved."""
+        return "auto" if self.pipeline in (None, "independent") else str(self.pipeline)
 
     def refuse_two_sources(self) -> None:
         if self.statistics is not None and self.dataset is not None:

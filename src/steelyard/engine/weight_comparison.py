@@ -146,6 +146,7 @@ def compare(
     schemes: Sequence[str],
     observers: Sequence[str],
     *,
+    changes: Mapping[str, int] | None = None,
     ignore: Sequence[str] = ("lm_head",),
     keep: Callable[[str], bool] = lambda name: True,
     layers: int | None = None,
@@ -155,6 +156,7 @@ def compare(
     """Quantize the weights of a model in every combination of `schemes` and `observers`.
 
     model:  a folder, or a name on the hub
+    changes: group_size and num_bits of all schemes, instead of their own
     ignore: as in a recipe
     keep:   whether to compare the module of this name
     layers: number of decoder layers, evenly spread over the model; None compares all modules
@@ -168,7 +170,7 @@ def compare(
     source = Source.from_files(model, model_revision)
     assert source.shards is not None
     cases = [Case(scheme.upper(), observer) for scheme in schemes for observer in observers]
-    plans = [_plan(case, source, ignore) for case in cases]
+    plans = [_plan(case, source, ignore, changes or {}) for case in cases]
     view = source.shards
     wanted = _wanted(plans, keep, layers)
     comparison = Comparison(view.folder, cases)
@@ -203,9 +205,12 @@ def compare(
     return comparison
 
 
-def _plan(case: Case, source: Source, ignore: Sequence[str]) -> Plan:
+def _plan(case: Case, source: Source, ignore: Sequence[str], changes: Mapping[str, int]) -> Plan:
     modifier = QuantizationModifier(
-        scheme=case.scheme, ignore=list(ignore), weight_observer=ObserverChoice(name=case.observer)
+        scheme=case.scheme,
+        ignore=list(ignore),
+        weight_observer=ObserverChoice(name=case.observer),
+        **changes,
     )
     config = modifier.quantization_config()
     assert config is not None

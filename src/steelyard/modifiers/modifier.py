@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from compressed_tensors.quantization import QuantizationConfig
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from steelyard.modifiers.targets import Target
 from steelyard.registry import Registry
@@ -19,6 +19,9 @@ else:
     ModelMetaclass = type(BaseModel)
 
 Class = TypeVar("Class", bound="type[Modifier]")
+
+WRITTEN = ("requires_calibration_data", "batched_quantization")
+"""Keys of llm-compressor's own recipes that say nothing which the other options do not."""
 
 
 class _Refusing(ModelMetaclass):
@@ -51,6 +54,14 @@ class Modifier(BaseModel, metaclass=_Refusing):
 
     targets: list[Target] = Field(default_factory=lambda: ["Linear"])
     ignore: list[Target] = Field(default_factory=list)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_written_keys(cls, data: Any) -> Any:
+        """Drop what llm-compressor writes into recipes and derives again when it reads them."""
+        if not isinstance(data, dict):
+            return data
+        return {key: value for key, value in data.items() if key not in WRITTEN}
 
     @field_validator("targets", "ignore", mode="before")
     @classmethod

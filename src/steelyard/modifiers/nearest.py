@@ -26,9 +26,9 @@ from steelyard.modifiers.observer_choice import (
     with_observers,
 )
 from steelyard.modifiers.schemes import (
+    CHANGES,
     args_problem,
-    group_size_problem,
-    regrouped,
+    changed_preset,
     scheme_problems,
     shared_target,
 )
@@ -56,6 +56,12 @@ class QuantizationModifier(Modifier):
         default=None,
         ge=1,
         description="columns that share a scale, for integer presets with groups such as W4A16",
+    )
+    num_bits: int | None = Field(
+        default=None,
+        ge=2,
+        le=8,
+        description="bits of a weight, for presets with integer weights such as W4A16",
     )
     config_groups: dict[str, QuantizationScheme] | None = None
     kv_cache_scheme: QuantizationArgs | None = None
@@ -140,7 +146,7 @@ class QuantizationModifier(Modifier):
         if self.scheme is not None and self.config_groups is not None:
             raise ValueError("give either scheme or config_groups, not both")
         self._refuse_idle_targets()
-        self._refuse_idle_group_size()
+        self._refuse_idle_changes()
         self._refuse_two_observers()
         if not self._groups() and self.kv_cache_scheme is None:
             raise ValueError(f"give one of {', '.join(self._ways)} and kv_cache_scheme")
@@ -158,17 +164,18 @@ class QuantizationModifier(Modifier):
             remedy = "kv_cache_scheme alone has none"
         raise ValueError(f"targets needs a single preset as the scheme: {remedy}")
 
-    def _refuse_idle_group_size(self) -> None:
-        if self.group_size is None:
-            return
-        if self.scheme is None:
-            raise ValueError(
-                "group_size needs a preset as the scheme: write it into the weights of "
-                "config_groups"
-            )
-        for name in [self.scheme] if isinstance(self.scheme, str) else self.scheme:
-            if problem := group_size_problem(name):
-                raise ValueError(f"group_size {problem}")
+    def _refuse_idle_changes(self) -> None:
+        for option, problem_of in CHANGES.items():
+            if getattr(self, option) is None:
+                continue
+            if self.scheme is None:
+                raise ValueError(
+                    f"{option} needs a preset as the scheme: write it into the weights of "
+                    "config_groups"
+                )
+            for name in [self.scheme] if isinstance(self.scheme, str) else self.scheme:
+                if problem := problem_of(name):
+                    raise ValueError(f"{option} {problem}")
 
     def _refuse_two_observers(self) -> None:
         chosen = [f"observer.{key}" for key in self.observer or ()]
@@ -192,7 +199,7 @@ class QuantizationModifier(Modifier):
             return dict(self.config_groups or {})
         by_name = {self.scheme: self.targets} if isinstance(self.scheme, str) else self.scheme
         return {
-            f"group_{i}": regrouped(_preset(name, targets), self.group_size)
+            f"group_{i}": changed_preset(_preset(name, targets), self.group_size, self.num_bits)
             for i, (name, targets) in enumerate(by_name.items())
         }
 

@@ -19,10 +19,12 @@ from steelyard.modifiers.targets import check_target
 from steelyard.observers.type_checks import check_type
 
 __all__ = [
+    "CHANGES",
     "args_problem",
+    "changed_preset",
     "group_size_problem",
     "has_free_groups",
-    "regrouped",
+    "num_bits_problem",
     "scheme_problems",
     "shared_target",
     "target_problem",
@@ -63,12 +65,31 @@ def group_size_problem(preset: str) -> str | None:
     return f"does not apply to {preset}, whose groups are fixed or missing"
 
 
-def regrouped(scheme: QuantizationScheme, group_size: int | None) -> QuantizationScheme:
-    """Return a preset's scheme with groups of another size for its weights; None keeps them."""
-    if group_size is None or scheme.weights is None:
+def num_bits_problem(preset: str) -> str | None:
+    """Return why the weights of a preset cannot have another number of bits.
+
+    >>> num_bits_problem("FP8")
+    'does not apply to FP8, whose weights are not integers'
+    """
+    weights = preset_name_to_scheme(preset, ["Linear"]).weights
+    if weights is not None and weights.type == "int":
+        return None
+    return f"does not apply to {preset}, whose weights are not integers"
+
+
+CHANGES = {"group_size": group_size_problem, "num_bits": num_bits_problem}
+"""What may be changed in the weights of a preset -> why it cannot be, for a preset."""
+
+
+def changed_preset(
+    scheme: QuantizationScheme, group_size: int | None, num_bits: int | None
+) -> QuantizationScheme:
+    """Return a preset's scheme with other groups or bits for its weights; None keeps them."""
+    asked = {"group_size": group_size, "num_bits": num_bits}
+    changes = {name: value for name, value in asked.items() if value is not None}
+    if not changes or scheme.weights is None:
         return scheme
-    changed = scheme.weights.model_copy(update={"group_size": group_size})
-    return scheme.model_copy(update={"weights": changed})
+    return scheme.model_copy(update={"weights": scheme.weights.model_copy(update=changes)})
 
 
 def scheme_problems(scheme: QuantizationScheme) -> Iterator[str]:

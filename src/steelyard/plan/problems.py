@@ -60,9 +60,9 @@ def errors_of(
     yield from _unstorable(plan)
     yield from _inputs_alone(plan)
     yield from _unsupported_attention(plan, model, modules)
-    if not claims:
+    if modifiers and not claims:
         yield "no modifier of the recipe quantizes: add one that does, such as QuantizationModifier"
-    elif not plan.quantized and not plan.attention:
+    elif modifiers and not plan.quantized and not plan.attention:
         yield nothing_quantized(model)
     yield from embedding_errors(plan, model)
     yield from tied_errors(model, plan)

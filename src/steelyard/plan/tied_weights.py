@@ -45,9 +45,11 @@ class TiedHeads:
 
 def untying_notes(plan: Plan) -> Iterator[str]:
     """Yield a sentence for each head that is untied."""
+    weighed = {p.name for p in plan.quantized if p.scheme.weights is not None}
     for head, embedding in plan.untied.items():
+        stored = "stored quantized" if head in weighed else "stored"
         yield (
-            f"{head} is untied from {embedding}: stored quantized beside it, with "
+            f"{head} is untied from {embedding}: {stored} beside it, with "
             "tie_word_embeddings: false in config.json"
         )
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from compressed_tensors.quantization import is_preset_scheme
 
 from steelyard.algorithms import Algorithm, algorithm_of, needs_data
-from steelyard.errors import RecipeError
+from steelyard.errors import RecipeError, nearest
 from steelyard.modifiers import Modifier
 from steelyard.modifiers.check import check_options
 from steelyard.modifiers.locate import Problem, RecipeText
 from steelyard.recipes.dump import dump_modifiers
-from steelyard.recipes.recipe_forms import RecipeEntry, entries_of, wrong_object
+from steelyard.recipes.recipe_forms import RecipeEntry, entries_of, is_stage, wrong_object
 from steelyard.recipes.yaml_text import read_yaml
 
 __all__ = ["Recipe", "load_recipe"]
@@ -31,7 +31,29 @@ class Recipe:
     """
 
     modifiers: list[Modifier]
-    text: str
+    text: str = ""
+
+    @classmethod
+    def from_modifiers(cls, modifiers: Any, modifier_group_name: str | None = None) -> Recipe:
+        """Return the recipe of a modifier or several; the name of their group has no effect."""
+        return load_recipe(modifiers)
+
+    @classmethod
+    def create_instance(
+        cls,
+        path_or_modifiers: Any,
+        modifier_group_name: str | None = None,
+        target_stage: str | None = None,
+    ) -> Recipe:
+        """Return `load_recipe(path_or_modifiers, target_stage)`."""
+        return load_recipe(path_or_modifiers, target_stage)
+
+    def yaml(self, file_path: str | Path | None = None) -> str:
+        """Return the recipe as YAML, and write it to a file if one is named."""
+        text = self.text or (dump_modifiers(self.modifiers) if self.modifiers else "")
+        if file_path is not None:
+            Path(file_path).write_text(text, encoding="utf-8")
+        return text
 
     def algorithms(self) -> list[Algorithm]:
         """Return a new instance of each modifier's algorithm, in the order of the recipe."""
@@ -43,26 +65,64 @@ class Recipe:
         return needs_data(self.algorithms())
 
 
-def load_recipe(recipe: Any) -> Recipe:
+def load_recipe(recipe: Any, stage: str | None = None) -> Recipe:
     """Read a recipe, or raise a RecipeError that lists every problem in it.
 
-    recipe: a path to a .yaml or .yml file, YAML text, a modifier, a list of modifiers, or the
-            content of such a file as dicts and lists
+    recipe: a path to a .yaml, .yml or .json file, YAML text, a modifier, a list of any of these, a
+            Recipe, or the content of such a file as dicts and lists; None for no modifiers
+    stage:  load only the stages whose names start with it
 
     >>> load_recipe("modifiers: {QuantizationModifier: {scheme: W4A16}}").modifiers
     [QuantizationModifier(targets=['Linear'], ignore=[], scheme='W4A16', ...)]
     """
+    if recipe is None:
+        return Recipe([], "")
     if isinstance(recipe, Path) or (isinstance(recipe, str) and _is_path(recipe)):
         text = _read(Path(recipe))
-        return Recipe(_modifiers(_parse(text, str(recipe))), text)
+        return _from_text(_parse(text, str(recipe)), text, stage)
     if isinstance(recipe, str):
-        return Recipe(_modifiers(_parse(recipe, "recipe")), recipe)
+        return _from_text(_parse(recipe, "recipe"), recipe, stage)
+    if isinstance(recipe, (list, tuple)) and any(_is_recipe(item) for item in recipe):
+        loaded = [load_recipe(item, stage) for item in recipe]
+        modifiers = [modifier for each in loaded for modifier in each.modifiers]
+        return Recipe(modifiers, dump_modifiers(modifiers))
+    if isinstance(recipe, Mapping):
+        modifiers = _modifiers(_staged(RecipeText(recipe), stage))
+        return Recipe(modifiers, dump_modifiers(modifiers))
+    if stage is not None:
+        raise RecipeError(f"stage={stage!r} needs a recipe in YAML with stages; remove the option")
+    if isinstance(recipe, Recipe):
+        return recipe
     if isinstance(recipe, Modifier):
         return Recipe([recipe], dump_modifiers([recipe]))
-    if recipe is None or not isinstance(recipe, (Mapping, list, tuple)):
+    if not isinstance(recipe, (list, tuple)):
         raise RecipeError(_not_a_recipe(recipe))
     modifiers = _modifiers(RecipeText(recipe))
     return Recipe(modifiers, dump_modifiers(modifiers))
+
+
+def _is_recipe(item: Any) -> bool:
+    """Whether an item of a list is a recipe of its own: a file, text, or several modifiers."""
+    return isinstance(item, (Path, Recipe, list, tuple)) or (
+        isinstance(item, str) and (_is_path(item) or "\n" in item or ":" in item)
+    )
+
+
+def _from_text(source: RecipeText, text: str, stage: str | None) -> Recipe:
+    modifiers = _modifiers(_staged(source, stage))
+    return Recipe(modifiers, text if stage is None else dump_modifiers(modifiers))
+
+
+def _staged(source: RecipeText, stage: str | None) -> RecipeText:
+    """Return the stages whose names start with `stage`."""
+    if stage is None:
+        return source
+    stages = source.value if isinstance(source.value, Mapping) else {}
+    names = [key for key in stages if isinstance(key, str) and is_stage(key)]
+    chosen = {key: stages[key] for key in names if key.startswith(stage)}
+    if not chosen:
+        raise RecipeError(f"the recipe has no stage {stage!r}: {nearest(stage, names)}")
+    return replace(source, value=chosen)
 
 
 def _modifiers(source: RecipeText) -> list[Modifier]:
@@ -88,7 +148,7 @@ def _modifiers(source: RecipeText) -> list[Modifier]:
 
 
 def _is_path(text: str) -> bool:
-    return "\n" not in text and text.lower().endswith((".yaml", ".yml"))
+    return "\n" not in text and text.lower().endswith((".yaml", ".yml", ".json"))
 
 
 def _read(path: Path) -> str:

@@ -9,15 +9,19 @@ The forms are a flat list or mapping of modifiers, the same under `modifiers:`, 
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from steelyard.errors import nearest
 from steelyard.modifiers import Modifier
 from steelyard.modifiers.locate import KeyPath, Problem
-from steelyard.recipes.not_implemented import NOT_IMPLEMENTED, not_implemented
+from steelyard.modifiers.not_implemented import NOT_IMPLEMENTED, not_implemented
 
-__all__ = ["RecipeEntry", "entries_of", "modifier_names"]
+__all__ = ["RecipeEntry", "entries_of", "is_stage", "modifier_names"]
+
+
+ALIKE = 0.85  # of the letters of two names, so that one is a misspelling of the other
 
 
 class RecipeEntry(NamedTuple):
@@ -36,10 +40,19 @@ def entries_of(recipe: Any) -> Iterator[RecipeEntry | Problem]:
     for key, value in recipe.items():
         if key == "modifiers":
             yield from _modifiers(value, (key,))
-        elif isinstance(key, str) and key.endswith("_stage"):
+        elif isinstance(key, str) and is_stage(key):
             yield from _stage(value, (key,))
         else:
             yield _entry(key, value, (key,), " (or a key that ends in _stage)")
+
+
+def is_stage(key: str) -> bool:
+    """Whether a key names a stage; llm-compressor numbers those of recipes that it merges.
+
+    >>> is_stage("quantization_stage"), is_stage("default_stage_1"), is_stage("modifiers")
+    (True, True, False)
+    """
+    return re.fullmatch(r".*_stage(_\d+)?", key) is not None
 
 
 def _stage(stage: Any, path: KeyPath) -> Iterator[RecipeEntry | Problem]:
@@ -84,12 +97,35 @@ def _entry(name: Any, options: Any, path: KeyPath, also: str = "") -> RecipeEntr
     if isinstance(name, str) and name in NOT_IMPLEMENTED:
         return path, not_implemented(name)
     if not isinstance(name, str) or name not in Modifier.registry:
-        return path, f"unknown modifier {name!r}: {nearest(str(name), modifier_names())}{also}"
+        return path, f"unknown modifier {name!r}: {_meant(str(name))}{also}"
     if options is None:  # `Name:` without a value
         options = {}
     if not isinstance(options, Mapping):
         return path, f"the options of a modifier are a mapping, got {_kind(options)}"
     return RecipeEntry(path, Modifier.registry.get(name), options)
+
+
+def _meant(name: str) -> str:
+    """Return the modifier of which `name` is a misspelling, or all of them.
+
+    Names that are only similar say nothing: AWQModifier is no misspelling of GPTQModifier.
+    """
+    known = modifier_names()
+    stem = _stem(name)
+    for other in (*known, *NOT_IMPLEMENTED):
+        alike = difflib.SequenceMatcher(None, stem, _stem(other)).ratio() >= ALIKE
+        if alike or sorted(stem) == sorted(_stem(other)):
+            missing = "" if other in known else f" {not_implemented(other)}"
+            return f"did you mean {other!r}?{missing}"
+    return f"known: {', '.join(sorted(known))}"
+
+
+def _stem(name: str) -> str:
+    """
+    >>> _stem("GPTQModifier"), _stem("QuantizationModifer")
+    ('gptq', 'quantization')
+    """
+    return re.sub("mod[ifer]*$", "", name.lower())
 
 
 def modifier_names() -> list[str]:

@@ -99,6 +99,8 @@ class _Reader:
                 return self._mapping(node, path)
             if isinstance(node, yaml.SequenceNode) and node.tag == f"{TAG}seq":
                 return [self.read(item, (*path, i)) for i, item in enumerate(node.value)]
+            if isinstance(node, yaml.SequenceNode) and _is_choice(node):
+                return self.read(node.value[0], path)
             return self._refuse(path, f"the tag {_short(node.tag)} is not allowed in a recipe")
         finally:
             self._open.discard(id(node))
@@ -149,6 +151,18 @@ class _Reader:
 
     def _refuse(self, path: KeyPath, text: str) -> None:
         self.problems.append((path, text))
+
+
+def _is_choice(node: yaml.SequenceNode) -> bool:
+    """Whether a node is one of compressed-tensors' choices, as llm-compressor writes them.
+
+    strategy: !!python/object/apply:compressed_tensors...QuantizationStrategy [tensor]
+
+    Only the word is read; nothing is imported or called.
+    """
+    prefix = f"{TAG}python/object/apply:compressed_tensors.quantization."
+    single = len(node.value) == 1 and isinstance(node.value[0], yaml.ScalarNode)
+    return single and node.tag.startswith(prefix)
 
 
 def _short(tag: str) -> str:

@@ -19,6 +19,7 @@ NOT_IMPLEMENTED = {
     "WandaPruningModifier": _PRUNED,
     "MagnitudePruningModifier": _PRUNED,
     "ConstantPruningModifier": _PRUNED,
+    "REAPPruningModifier": _PRUNED,
 }
 """Name -> what to use instead."""
 
