@@ -58,7 +58,7 @@ def refuse(options: Options) -> None:
     if options.dvc_data_repository is not None:
         raise DataError(
             "dvc_data_repository: data is not read through dvc; run `dvc get`, and pass the file "
-            "as dataset="
+            "as the dataset"
         )
     if options.use_loss_mask:
         raise DataError(
