@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from steelyard.kernels.drift import shifted_weight
+from steelyard.kernels.drift import InputDrift
 
 OUT, IN = 3, 6
 Half = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # inputs x, drifted inputs, residual error
@@ -30,13 +30,16 @@ def weight_of(seed: int = 3) -> torch.Tensor:
     return torch.randn(OUT, IN, generator=generator, dtype=torch.float64)
 
 
-def shifted(weight: torch.Tensor, halves: list[Half], dampening: float = 0.0):
+def shifted(weight: torch.Tensor, halves: list[Half], dampening: float = 0.0, rows: int = 0):
     """Call it with statistics of the tokens."""
-    hessians, drifts = [], []
+    hessians, drifts, residuals = [], [], []
     for x, drifted, residual in halves:
         hessians.append((drifted.t() @ drifted).float())
-        drifts.append((((x - drifted) @ weight.t() + residual).t() @ drifted).float())
-    return shifted_weight(weight.float(), (hessians[0], hessians[1]), (*drifts,), dampening)
+        drifts.append(((x - drifted).t() @ drifted).float())
+        residuals.append((residual.t() @ drifted).float())
+    count = sum(len(x) for x, _, _ in halves)
+    drift = InputDrift((*hessians,), (*drifts,), count, dampening, rows)
+    return drift.shifted(weight.float(), (residuals[0], residuals[1]))
 
 
 def error(weight: torch.Tensor, stored: torch.Tensor, half: Half) -> float:
@@ -44,10 +47,20 @@ def error(weight: torch.Tensor, stored: torch.Tensor, half: Half) -> float:
     return float((x @ weight.t() + residual - drifted @ stored.t()).square().sum())
 
 
-def fit(weight: torch.Tensor, half: Half) -> torch.Tensor:
-    """The best weight for a half, by least squares over its tokens."""
+def fit(weight: torch.Tensor, half: Half, size: float) -> torch.Tensor:
+    """The best weight for a half, by least squares over its tokens, and IN that have not drifted.
+
+    size: the mean square of inputs
+    """
     x, drifted, residual = half
-    return torch.linalg.lstsq(drifted, x @ weight.t() + residual).solution.t()
+    more = torch.eye(IN, dtype=torch.float64) * (IN * size) ** 0.5
+    inputs = torch.cat([drifted, more])
+    outputs = torch.cat([x @ weight.t() + residual, more @ weight.t()])
+    return torch.linalg.lstsq(inputs, outputs).solution.t()
+
+
+def size_of(halves: list[Half]) -> float:
+    return float(torch.cat([drifted for _, drifted, _ in halves]).square().mean())
 
 
 @settings(max_examples=40, deadline=None)
@@ -63,7 +76,7 @@ def test_factor_is_the_best_for_tokens_of_the_other_half(
     weight = weight_of()
     halves = [tokens(2 * seed + k, count, drift, residual) for k in (0, 1)]
     _, factor = shifted(weight, halves)
-    shifts = [fit(weight, half) - weight for half in halves]
+    shifts = [fit(weight, half, size_of(halves)) - weight for half in halves]
     errors = {
         a / 200: sum(
             error(weight, weight + a / 200 * shift, other)
@@ -74,14 +87,15 @@ def test_factor_is_the_best_for_tokens_of_the_other_half(
     assert factor == pytest.approx(min(errors, key=errors.__getitem__), abs=0.006)
 
 
+@pytest.mark.parametrize("rows", [OUT, IN])  # the weight alone, or others that share its input
 @pytest.mark.parametrize("residual", [0.0, 0.5])
-def test_with_many_tokens_the_weight_is_the_least_squares_fit(residual: float) -> None:
+def test_with_many_tokens_the_weight_is_the_least_squares_fit(residual: float, rows: int) -> None:
     weight = weight_of()
     halves = [tokens(k, 4000, 0.5, residual) for k in (0, 1)]
-    found, factor = shifted(weight, halves)
+    found, factor = shifted(weight, halves, rows=rows)
     both = tuple(torch.cat([one, other]) for one, other in zip(*halves, strict=True))
     assert factor > 0.98
-    best = fit(weight, (both[0], both[1], both[2]))
+    best = fit(weight, (both[0], both[1], both[2]), size_of(halves))
     assert_close(found.double(), weight + factor * (best - weight), rtol=1e-3, atol=1e-4)
 
 
