@@ -1,14 +1,12 @@
 """The weight that GPTQ should round to when its inputs have drifted.
 
 The blocks before a layer are quantized, so its input is x^ where the original model has x. The
-output to match is W x, and for a layer that adds to the residual stream W x + r, where r is the
-error that the stream has there (original minus quantized). With u = W (x - x^) + r,
+output to match is W x:
 
-    E |W x + r - Q x^|^2 = |(W* - Q) H^(1/2)|^2 + const,    W* = W + R H^-1,    R = E[u x^^T]
+    E |W x - Q x^|^2 = |(W* - Q) H^(1/2)|^2 + const,    W* = W + R H^-1,    R = W E[(x - x^) x^^T]
 
-so the solver does not change: it rounds to W* instead of W. R = W D + E[r x^^T] and D =
-E[(x - x^) x^^T]; D and the factors of H belong to the input, and all weights with that input share
-them.
+so the solver does not change: it rounds to W* instead of W. All but W belongs to the input, and
+weights with the same input share it.
 
 The shift R H^-1 is a least-squares fit and overfits where tokens are few. Two things shrink it. H
 gets as many tokens more as it has columns, of average size and uncorrelated: that takes most from
@@ -35,11 +33,11 @@ class InputDrift:
     """The drift of one input in two halves of the batches.
 
     hessians:       of each half, (in, in) fp32, the sum of x^ x^^T; overwritten
-    drifts:         D of each half, (in, in) fp32, the sum of (x - x^) x^^T
+    drifts:         of each half, (in, in) fp32, the sum of (x - x^) x^^T
     tokens:         of both halves
     dampening_frac: added to each Hessian's diagonal too, as a fraction of its mean
-    rows:           of all weights to be shifted; from as many as columns on, D H^-1 is computed
-                    once, instead of a solution for each weight
+    rows:           of all weights to be shifted; if there are as many as columns, the shift of an
+                    identity is computed once, instead of a solution for each weight
     """
 
     def __init__(
@@ -59,44 +57,28 @@ class InputDrift:
         if rows >= len(total) and self._both.exists:
             self._shared = self._both.solved(drifts[0] + drifts[1])
 
-    def shifted(
-        self, weight: torch.Tensor, residuals: _Pair | None = None
-    ) -> tuple[torch.Tensor, float]:
+    def shifted(self, weight: torch.Tensor) -> tuple[torch.Tensor, float]:
         """Return the weight to round to, (out, in) fp32, and the factor on the shift, 0 to 1.
 
-        weight:    (out, in)
-        residuals: of each half, (out, in) fp32, the sum of r x^^T; None for zero
+        weight: (out, in)
         """
         wide = weight.detach().float()
-        step = max(1, len(wide) // _SAMPLE)
-        some = None if residuals is None else (residuals[0][::step], residuals[1][::step])
-        factor = self._factor(wide[::step], some)
+        factor = self._factor(wide[:: max(1, len(wide) // _SAMPLE)])
         if not factor:
             return wide, 0.0
-        shift = self._fit(wide, residuals)
+        if self._shared is not None:
+            shift = wide @ self._shared
+        else:
+            shift = self._both.solved(wide @ (self._drifts[0] + self._drifts[1]))
         if not bool(shift.isfinite().all()):
             return wide, 0.0
         return wide.add(shift, alpha=factor), factor
 
-    def _fit(self, weight: torch.Tensor, residuals: _Pair | None) -> torch.Tensor:
-        """Return R H^-1 over both halves."""
-        if self._shared is not None:
-            found = weight @ self._shared
-            if residuals is not None:
-                found += self._both.solved(residuals[0] + residuals[1])
-            return found
-        total = weight @ (self._drifts[0] + self._drifts[1])
-        if residuals is not None:
-            total += residuals[0] + residuals[1]
-        return self._both.solved(total)
-
-    def _factor(self, weight: torch.Tensor, residuals: _Pair | None) -> float:
+    def _factor(self, weight: torch.Tensor) -> float:
         """Return the factor on the shift of some rows; 0 where no half confirms the other."""
         if not (self._both.exists and all(half.exists for half in self._halves)):
             return 0.0
         moments = [weight @ drift for drift in self._drifts]
-        if residuals is not None:
-            moments = [m + r for m, r in zip(moments, residuals, strict=True)]
         gain = cost = 0.0
         for one, other in ((0, 1), (1, 0)):
             fit = self._halves[one].solved(moments[one])
