@@ -112,7 +112,10 @@ class _Factor:
         half = torch.linalg.solve_triangular(
             self.lower.t(), moment / self.mean, upper=True, left=False
         )
-        return torch.linalg.solve_triangular(self.lower, half, upper=False, left=False)
+        found: torch.Tensor = torch.linalg.solve_triangular(
+            self.lower, half, upper=False, left=False
+        )
+        return found
 
     def cost(self, fit: torch.Tensor) -> float:
         """Return tr(G H G^T), without what was added to the diagonal."""

@@ -122,8 +122,8 @@ def _multiplies_bf16() -> bool:
 
 
 def _library_multiplies_bf16() -> bool:
-    mkldnn = torch.backends.mkldnn.is_available()
-    return mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    return bool(supported())
 
 
 def return_memory() -> None:
