@@ -19,7 +19,6 @@ from steelyard.algorithms.nearest import Nearest
 from steelyard.checkpoint.figures import module_figures, with_figures
 from steelyard.checkpoint.weight_errors import relative_error, weight_error
 from steelyard.fusion import fused_groups
-from steelyard.kernels.drift import shifted_weight
 from steelyard.kernels.gptq_rounding import GPTQResult, activation_order, solve
 from steelyard.model.precision import return_memory
 from steelyard.modifiers import GPTQModifier
@@ -81,6 +80,7 @@ class GPTQ(Nearest):
     def solve(self, block: Block, state: Hessians) -> dict[str, ModuleResult]:
         mine = [name for name in state.modules if name in block.mine]
         if self.modifier.actorder in REGROUPING:
+            state.prepare(mine, self.modifier.dampening_frac or 0.0)
             for name in mine:
                 self._regroup(state, name)
         results = super().solve(block, state)
@@ -88,9 +88,7 @@ class GPTQ(Nearest):
         for some in rounds:
             if len(rounds) > 1:  # of experts: what one round frees, threads of the next cannot fill
                 return_memory()
-            for name in some:
-                state.halves(name)
-                state.hessian(name)  # computed here: threads that share it would compute it twice
+            state.prepare(some, self.modifier.dampening_frac or 0.0)
             solved = block.pool.do(
                 (i, partial(self._solve, state, name)) for i, name in enumerate(some)
             )
@@ -145,15 +143,10 @@ class GPTQ(Nearest):
 
     def _target(self, state: Hessians, name: str) -> tuple[torch.Tensor | None, float]:
         """Return the weight to round to, None for its own, and the factor of the shift."""
-        halves = state.halves(name)
-        if halves is None:
-            return None, 0.0
         weight: Any = state.modules[name].weight
-        hessians, drifts = halves
-        wide = weight.data.float()
-        products = wide @ drifts[0], wide @ drifts[1]
-        dampening = self.modifier.dampening_frac or 0.0
-        target, factor = shifted_weight(wide, hessians, products, dampening)
+        if (drift := state.drift(name)) is None:
+            return None, 0.0
+        target, factor = drift.shifted(weight.data)
         return (target, factor) if factor else (None, 0.0)
 
     def _note(self, notes: list[str], name: str, result: GPTQResult) -> None:

@@ -1,69 +1,130 @@
 """The weight that GPTQ should round to when its inputs have drifted.
 
 The blocks before a layer are quantized, so its input is x^ where the original model has x. The
-output to match is W x, and for a layer that adds to the residual stream W x + r, where r is the
-error that the stream has there (original minus quantized). With u = W (x - x^) + r,
+output to match is W x:
 
-    E |W x + r - Q x^|^2 = |(W* - Q) H^(1/2)|^2 + const,    W* = W + R H^-1,    R = E[u x^^T]
+    E |W x - Q x^|^2 = |(W* - Q) H^(1/2)|^2 + const,    W* = W + R H^-1,    R = W E[(x - x^) x^^T]
 
-so the solver does not change: it rounds to W* instead of W. The shift R H^-1 is a least-squares fit
-and overfits where tokens are few. Each half of the batches therefore judges the fit of the other:
+so the solver does not change: it rounds to W* instead of W. All but W belongs to the input, and
+weights with the same input share it.
+
+The shift R H^-1 is a least-squares fit and overfits where tokens are few. Two things shrink it. H
+gets as many tokens more as it has columns, of average size and uncorrelated: that takes most from
+the directions that inputs rarely have. And each half of the batches judges the fit of the other:
 
     a = sum of <G_k, R_j> / sum of tr(G_k H_j G_k^T),    G_k = R_k H_k^-1,    j the other half
 
-is the factor on the shift that costs least on tokens that the shift was not fitted to.
+is the factor on the shift that costs least on tokens that the shift was not fitted to. One factor
+for all rows needs no more than a hundred of them.
 """
 
 from __future__ import annotations
 
 import torch
 
-__all__ = ["shifted_weight"]
+__all__ = ["InputDrift"]
+
+_SAMPLE = 128  # rows at least that the factor is computed from, where there are as many
+
+_Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-def shifted_weight(
-    weight: torch.Tensor,
-    hessians: tuple[torch.Tensor, torch.Tensor],
-    drifts: tuple[torch.Tensor, torch.Tensor],
-    dampening_frac: float = 0.01,
-) -> tuple[torch.Tensor, float]:
-    """Return the weight to round to, (out, in) fp32, and the factor on the shift, 0 to 1.
+class InputDrift:
+    """The drift of one input in two halves of the batches.
 
-    weight:         (out, in)
-    hessians:       of each half of the batches, (in, in) fp32, the sum of x^ x^^T
-    drifts:         R of each half, (out, in) fp32, the sum of u x^^T
-    dampening_frac: added to each Hessian's diagonal, as a fraction of its mean
+    hessians:       of each half, (in, in) fp32, the sum of x^ x^^T; overwritten
+    drifts:         of each half, (in, in) fp32, the sum of (x - x^) x^^T
+    tokens:         of both halves
+    dampening_frac: added to each Hessian's diagonal too, as a fraction of its mean
+    rows:           of all weights to be shifted; if there are as many as columns, the shift of an
+                    identity is computed once, instead of a solution for each weight
     """
-    wide = weight.detach().float()
-    fits = [_fitted(h, r, dampening_frac) for h, r in zip(hessians, drifts, strict=True)]
-    total = _fitted(hessians[0] + hessians[1], drifts[0] + drifts[1], dampening_frac)
-    if total is None or fits[0] is None or fits[1] is None:
-        return wide, 0.0
-    gain = cost = 0.0
-    for fit, hessian, drift in zip(fits, reversed(hessians), reversed(drifts), strict=True):
-        assert fit is not None
-        gain += _inner(fit, drift)
-        cost += _inner(fit @ hessian, fit)
-    if not (gain > 0.0 and cost > 0.0):  # NaN, too
-        return wide, 0.0
-    factor = min(gain / cost, 1.0)
-    return wide.add(total, alpha=factor), factor
+
+    def __init__(
+        self,
+        hessians: _Pair,
+        drifts: _Pair,
+        tokens: int,
+        dampening_frac: float = 0.01,
+        rows: int = 0,
+    ) -> None:
+        self._drifts = drifts
+        total = hessians[0] + hessians[1]
+        ridge = len(total) * _mean(total) / max(tokens, 1)
+        self._halves = [_Factor(each, ridge, dampening_frac) for each in hessians]
+        self._both = _Factor(total, ridge, dampening_frac)
+        self._shared: torch.Tensor | None = None
+        if rows >= len(total) and self._both.exists:
+            self._shared = self._both.solved(drifts[0] + drifts[1])
+
+    def shifted(self, weight: torch.Tensor) -> tuple[torch.Tensor, float]:
+        """Return the weight to round to, (out, in) fp32, and the factor on the shift, 0 to 1.
+
+        weight: (out, in)
+        """
+        wide = weight.detach().float()
+        factor = self._factor(wide[:: max(1, len(wide) // _SAMPLE)])
+        if not factor:
+            return wide, 0.0
+        if self._shared is not None:
+            shift = wide @ self._shared
+        else:
+            shift = self._both.solved(wide @ (self._drifts[0] + self._drifts[1]))
+        if not bool(shift.isfinite().all()):
+            return wide, 0.0
+        return wide.add(shift, alpha=factor), factor
+
+    def _factor(self, weight: torch.Tensor) -> float:
+        """Return the factor on the shift of some rows; 0 where no half confirms the other."""
+        if not (self._both.exists and all(half.exists for half in self._halves)):
+            return 0.0
+        moments = [weight @ drift for drift in self._drifts]
+        gain = cost = 0.0
+        for one, other in ((0, 1), (1, 0)):
+            fit = self._halves[one].solved(moments[one])
+            gain += _inner(fit, moments[other])
+            cost += self._halves[other].cost(fit)
+        if not (gain > 0.0 and cost > 0.0):  # NaN, too
+            return 0.0
+        return min(gain / cost, 1.0)
 
 
-def _fitted(
-    hessian: torch.Tensor, drift: torch.Tensor, dampening_frac: float
-) -> torch.Tensor | None:
-    """Return R H^-1; None where H has no Cholesky factor."""
-    mean = hessian.diagonal().double().mean()
-    if not bool(mean > 0.0):
-        return None
-    damped = (hessian / mean).float()
-    damped.diagonal().add_(dampening_frac)
-    lower, info = torch.linalg.cholesky_ex(damped)
-    if int(info) != 0:
-        return None
-    found = torch.cholesky_solve((drift / mean).float().t(), lower).t()
-    return found if bool(found.isfinite().all()) else None
+class _Factor:
+    """The Cholesky factor of H over its mean diagonal, with a larger diagonal.
+
+    hessian: overwritten
+    ridge:   added to the diagonal
+    """
+
+    def __init__(self, hessian: torch.Tensor, ridge: float, dampening_frac: float) -> None:
+        self.mean = _mean(hessian)
+        self.exists = self.mean > 0.0
+        self.lower = hessian
+        if self.exists:
+            self.added = ridge / self.mean + dampening_frac
+            hessian.div_(self.mean).diagonal().add_(self.added)
+            info = torch.empty((), dtype=torch.int32, device=hessian.device)
+            torch.linalg.cholesky_ex(hessian, out=(self.lower, info))
+            self.exists = int(info) == 0
+
+    def solved(self, moment: torch.Tensor) -> torch.Tensor:
+        """Return R H^-1; two solutions from the right are faster than `cholesky_solve`."""
+        half = torch.linalg.solve_triangular(
+            self.lower.t(), moment / self.mean, upper=True, left=False
+        )
+        found: torch.Tensor = torch.linalg.solve_triangular(
+            self.lower, half, upper=False, left=False
+        )
+        return found
+
+    def cost(self, fit: torch.Tensor) -> float:
+        """Return tr(G H G^T), without what was added to the diagonal."""
+        long = fit @ self.lower
+        return self.mean * (_inner(long, long) - self.added * _inner(fit, fit))
+
+
+def _mean(hessian: torch.Tensor) -> float:
+    return float(hessian.diagonal().double().mean())
 
 
 def _inner(one: torch.Tensor, other: torch.Tensor) -> float:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from steelyard.distributed import ThreadPool, assign
+from steelyard.kernels.drift import InputDrift
 from steelyard.kernels.hessian import (
     accumulate,
     accumulate_product,
@@ -73,7 +74,7 @@ class HessianSum:
         self.last: torch.Tensor | None = None  # the last input
         self.prior: Prior | None = None
         self._whole: torch.Tensor | None = None
-        self._halves: _Halves | None = None
+        self.fitted: InputDrift | None = None
 
     def _rows(self, start: int) -> Callable[[], torch.Tensor]:
         """Return what makes an empty slab of whole rows."""
@@ -130,7 +131,6 @@ class HessianSum:
     def whole(self) -> torch.Tensor:
         """Return the matrix, (columns, columns), after the last input; frees the slabs."""
         if self._whole is None:
-            self.halves()  # while there are slabs
             slabs = self.totals()
             if self.prior is not None:
                 for slab, prior in zip(slabs, self.prior.slabs, strict=True):
@@ -142,16 +142,24 @@ class HessianSum:
 
     def halves(self) -> _Halves | None:
         """Return Hessians and drifts of even and odd batches; None without drift."""
-        if self.drifts and self._halves is None:
-            even, odd = (
-                symmetric([slab.total() for slab in slabs]).to(self.device)
-                for slabs in (self._even, self.slabs)
-            )
-            drifts = [torch.cat([slab.total() for slab in half]) for half in self._drift]
-            self._halves = (even, odd), (drifts[0], drifts[1])
+        if not self.drifts:
+            return None
+        even, odd = (
+            symmetric([slab.total() for slab in slabs]).to(self.device)
+            for slabs in (self._even, self.slabs)
+        )
+        drifts = [torch.cat([slab.total() for slab in half]) for half in self._drift]
+        return (even, odd), (drifts[0], drifts[1])
+
+    def fit_drift(self, dampening_frac: float, rows: int) -> None:
+        """Set `fitted` if there is drift; call it before `whole`.
+
+        rows: of all weights that the input is multiplied with
+        """
+        if self.fitted is None and (halves := self.halves()) is not None:
             for half in self._drift:
                 half.clear()
-        return self._halves
+            self.fitted = InputDrift(*halves, self.tokens, dampening_frac, rows)
 
 
 @dataclass(frozen=True)

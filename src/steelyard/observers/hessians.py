@@ -12,6 +12,7 @@ shrunk toward the mean over all experts of the layer: `kernels.shrinkage`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.nn import Module
 from steelyard.distributed import Ranks, ThreadPool, partial_sums_of, sendable
 from steelyard.errors import CalibrationError
 from steelyard.fusion import expert_groups
+from steelyard.kernels.drift import InputDrift
 from steelyard.kernels.partial_sums import Partial
 from steelyard.kernels.shrinkage import isotropic, prior_factor, prior_tokens
 from steelyard.observers.hessian_sums import HessianSum, Prior, Term
@@ -229,6 +231,23 @@ class Hessians:
         """Return Hessians and drifts of even and odd batches; None where no drift was summed."""
         hessian = self._hessians.get(name)
         return None if hessian is None else hessian.halves()
+
+    def prepare(self, names: Iterable[str], dampening_frac: float) -> None:
+        """Compute the matrices of modules, each once, before threads that share them need them."""
+        shared: dict[HessianSum, list[str]] = {}
+        for name, hessian in self._hessians.items():
+            shared.setdefault(hessian, []).append(name)
+        needed = {self._hessians[name]: None for name in names if name in self._hessians}
+        rows = {h: sum(len(self._weight(name)) for name in shared[h]) for h in needed}
+        fits = (partial(h.fit_drift, dampening_frac, rows[h]) for h in needed)
+        self.pool.do(enumerate(fits))
+        for hessian in needed:
+            hessian.whole()
+
+    def drift(self, name: str) -> InputDrift | None:
+        """Return the fitted drift of a module's input, after `prepare`; None without any."""
+        hessian = self._hessians.get(name)
+        return None if hessian is None else hessian.fitted
 
 
 def _real(x: torch.Tensor) -> torch.Tensor:
