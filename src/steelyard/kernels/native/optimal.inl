@@ -9,16 +9,26 @@
 //   Below: the error of the clipped values alone, C(s) <= E(s), only grows as s falls. Once C(s)
 //     is above the best error found, no smaller code can win.
 // An asymmetric integer has a grid per zero point; the same two facts hold for each of them.
+//
+// Sums of fp32 cannot decide between scales that are nearly as good, and some are exactly as good:
+// s and -s if the group reaches equally far to both sides, or a power of two and its half. Such pairs
+// are compared in fp64, and of two equal ones the first stays, so that every instruction set and the
+// reference find the same.
 
 struct Best {
     double error = NO_LIMIT;
     float stored = 0, zero_point = 0;
+    double precise = -1;  // the error in fp64, once it was needed
 };
 
 class OptimalSearch {
   public:
     OptimalSearch(const OptimalProblem& problem, int threads)
-        : p(problem), f(problem.format), codes(problem.format.scale), errors(problem, threads) {
+        : p(problem),
+          f(problem.format),
+          codes(problem.format.scale),
+          errors(problem, threads),
+          near(1e-5 * problem.norm) {
         // a code over the global scale must stay finite
         if (f.has_global) {
             const double largest = 3.4028234e38 * f.global_scale;
@@ -50,6 +60,7 @@ class OptimalSearch {
     const Format& f;
     Codes codes;
     Errors errors;
+    const double near;  // relative; fp32 cannot tell errors apart that are as close
     Best best;
 
     // the scale that reconstructs the gathered values when `stored` is in the file
@@ -66,10 +77,19 @@ class OptimalSearch {
         return candidate(std::min(p.min_vals[g], 0.0f), std::max(p.max_vals[g], 0.0f), f);
     }
 
-    void try_scale(float stored, float zero_point, int sign, double margin = 1) {
-        const double limit = best.error * margin;
-        const double found = errors.error(sign * effective(stored), zero_point, limit);
-        if (found < limit) best = {found, sign * stored, zero_point};
+    void try_scale(float stored, float zero_point, int sign) {
+        const double scale = sign * effective(stored), limit = best.error * (1 + near);
+        const double found = errors.error(scale, zero_point, limit);
+        if (found >= limit) return;
+        Best next{found, sign * stored, zero_point};
+        if (found > best.error * (1 - near)) {
+            if (best.precise < 0) {
+                best.precise = errors.precise(effective(best.stored), best.zero_point);
+            }
+            next.precise = errors.precise(scale, zero_point);
+            if (next.precise >= best.precise * (1 - 1e-12)) return;
+        }
+        best = next;
     }
 
     int end_of_codes(double unclipped) const {  // first code that need not be tried
@@ -108,8 +128,7 @@ class OptimalSearch {
             const double scale = errors.fit(effective(best.stored), best.zero_point);
             const float stored = float(stored_for(std::abs(scale)));
             if (!(stored > 0) || stored == std::abs(best.stored)) break;
-            // least squares is never worse, but for rounding
-            try_scale(stored, best.zero_point, sign, p.norm == 2.0f ? 1 + 1e-5 : 1.0);
+            try_scale(stored, best.zero_point, sign);
             if (std::abs(best.stored) != stored) break;
         }
     }
