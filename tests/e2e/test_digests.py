@@ -37,7 +37,7 @@ DIGESTS = {
         "memoryless_minmax",
     ): "77b7acf5a846fd1c67e75d7d5cbddaaeb782039352968c048745149926a76452",
 }
-OPTIMAL = "03c578fd0f29fdab702392ec95e9d6ca117d7b126a80a76ff9021400403eafbf"
+OPTIMAL = "194e3028d660662011326e1a0cadada9915b29dd0657cf0ed868565a151eb636"
 """W4A16 with `optimal`, whose scales may be negative."""
 OF_A_POWER = {
     "avx512": "44b71cefb8aa89f08bafb434eb6a20fa042893645b02826b527c690d124cea91",

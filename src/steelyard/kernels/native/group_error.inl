@@ -239,6 +239,28 @@ struct Errors {
         return total[0];
     }
 
+    // Sum of weight * |x|^norm: the error if all were rounded to zero.
+    double of_zeros() {
+        double total[3] = {};
+        each(total, [&](const Group& group, double* out) {
+            if (!squared) {
+                clip_powers(group.x.data(), w(group), group.padded, float(1 / (absmax * unit())),
+                            0.0f, 0.0f, power, out, out + 1);
+            } else if (p.weights != nullptr) {
+                clip_sums<true>(group.x.data(), w(group), group.padded, 0, 0, out, out + 1);
+            } else {
+                clip_sums<false>(group.x.data(), nullptr, group.padded, 0, 0, out, out + 1);
+            }
+        });
+        return total[0] + total[1];
+    }
+
+    double root(double error) const {
+        return squared          ? std::sqrt(error)
+               : p.norm == 3.0f ? std::cbrt(error)
+                                : std::pow(error, 1 / double(p.norm));
+    }
+
     // The error in fp64, to compare with another such.
     double precise(double scale, float zero_point) {
         double total[3] = {};
