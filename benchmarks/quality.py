@@ -8,9 +8,10 @@ an observer returns and put into an fp32 model; nothing else is quantized.
     python benchmarks/quality.py MODEL --own-samples      # text that the model itself writes
 
 With `--norms`, only the exponents of `optimal` without data are compared with `memoryless_mse`, on
-one text or several; that needs no llm-compressor:
+one text or several; scales of int4 may be negative, as in recipes. That needs no llm-compressor:
 
     python benchmarks/quality.py MODEL --norms 2,2.4,3 --text FILE FILE --formats int4-64,NVFP4
+                                 [--length 512] [--evaluated 8] [--json FILE]
 """
 
 from __future__ import annotations
@@ -151,28 +152,33 @@ def evaluate(model, tokens: torch.Tensor, reference: list[torch.Tensor] | None):
     return float(per_token.exp()), divergence / count, kept
 
 
-def norm_samples(tokenizer, text: Path, count: int) -> torch.Tensor:
-    """Held-out tokens, (count, LENGTH), each sample starting as the tokenizer starts a text."""
+def norm_samples(tokenizer, text: Path, count: int, length: int) -> torch.Tensor:
+    """Held-out tokens, (count, length), each sample starting as the tokenizer starts a text."""
     prose = text.read_text(encoding="utf-8")
     start = min(6_000_000, len(prose) // 2)
     first = tokenizer("").input_ids
-    step = LENGTH - len(first)
-    ids = tokenizer(prose[start : start + 8 * count * LENGTH], add_special_tokens=False).input_ids
+    step = length - len(first)
+    ids = tokenizer(prose[start : start + 8 * count * length], add_special_tokens=False).input_ids
     return torch.tensor([first + ids[i * step : (i + 1) * step] for i in range(count)])
 
 
 @torch.no_grad()
-def divergences(model, tokens: torch.Tensor, reference: list[torch.Tensor] | None):
-    """KL divergence of each sample to the reference, or the log-probabilities without one."""
+def hidden_states(model, tokens: torch.Tensor) -> list[torch.Tensor]:
+    """What the head reads of each sample, (length, hidden): far less than what it writes."""
+    return [model.base_model(sample[None]).last_hidden_state[0] for sample in tokens]
+
+
+@torch.no_grad()
+def divergences(model, tokens: torch.Tensor, reference: list[torch.Tensor]) -> torch.Tensor:
+    """KL divergence of each sample to the reference; the head is never quantized."""
     found = []
-    for i, sample in enumerate(tokens):
-        logp = model(sample[None]).logits[0].float().log_softmax(-1)
-        if reference is None:
-            found.append(logp.half())
-        else:
-            base = reference[i].float()
-            found.append((base.exp() * (base - logp)).sum(-1).mean().double())
-    return found
+    for before, after in zip(reference, hidden_states(model, tokens), strict=True):
+        total = 0.0
+        for p, q in zip(before.split(64), after.split(64), strict=True):
+            base, logp = (model.lm_head(h).log_softmax(-1) for h in (p, q))
+            total += float((base.exp() * (base - logp)).sum(-1).double().sum())
+        found.append(total / len(before))
+    return torch.tensor(found, dtype=torch.float64)
 
 
 def mean_and_error(values: torch.Tensor) -> list[float]:
@@ -184,20 +190,24 @@ def compare_norms(model, tokenizer, weights: dict, options: argparse.Namespace) 
 
     Samples are the same for all rows, so differences have an error of their own.
     """
-    rows: list[tuple] = [("memoryless_mse", "ours", "memoryless_mse", False, {})]
-    for norm in (float(n) for n in options.norms.split(",")):
-        rows.append((f"norm {norm:g}", "ours", "optimal", False, {"norm": norm}))
-    texts = {t.stem: norm_samples(tokenizer, t, options.evaluated) for t in options.text or ()}
+    texts = {
+        text.stem: norm_samples(tokenizer, text, options.evaluated, options.length)
+        for text in options.text or ()
+    }
     if options.own_samples:
         texts["own samples"] = tokens_of(model, tokenizer, None)[1]
-    references = {t: divergences(model, samples, None) for t, samples in texts.items()}
+    references = {text: hidden_states(model, samples) for text, samples in texts.items()}
     results = []
     for name in options.formats.split(","):
         base: dict[str, torch.Tensor] = {}
+        rows: list[tuple] = [("memoryless_mse", "ours", "memoryless_mse", False, {})]
+        for norm in (float(n) for n in options.norms.split(",")):
+            chosen = {"norm": norm, "negative_scales": name.startswith("int4")}
+            rows.append((f"norm {norm:g}", "ours", "optimal", False, chosen))
         for row in rows:
             error = quantize(model, weights, format_named(name), row, {})
             for text, samples in texts.items():
-                kl = torch.stack(divergences(model, samples, references[text]))
+                kl = divergences(model, samples, references[text])
                 base.setdefault(text, kl)
                 found = {
                     "format": name.replace("-", " group "),
@@ -211,7 +221,7 @@ def compare_norms(model, tokenizer, weights: dict, options: argparse.Namespace) 
                 print(json.dumps(found), flush=True)
     return {
         "model": options.model.name,
-        "evaluation": f"{len(next(iter(texts.values())))} x {LENGTH} tokens",
+        "evaluation": "{} x {} tokens".format(*next(iter(texts.values())).shape),
         "results": results,
     }
 
@@ -234,6 +244,7 @@ def main() -> None:
     parser.add_argument("--norms", help="compare these exponents of optimal, without data")
     parser.add_argument("--formats", default="int4-64,int3-64,NVFP4", help="with --norms")
     parser.add_argument("--evaluated", type=int, default=EVALUATED, help="samples, with --norms")
+    parser.add_argument("--length", type=int, default=LENGTH, help="of a sample, with --norms")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     warnings.simplefilter("ignore")

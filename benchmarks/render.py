@@ -53,6 +53,25 @@ def quality_table(found: dict) -> str:
     return "\n".join(lines)
 
 
+def norms_table(found: dict) -> str:
+    """KL divergence by norm; differences from `memoryless_mse` are over the same samples."""
+    lines = [
+        f"{found['model']}: KL divergence and its standard error on {found['evaluation']}.",
+        "",
+        "| weights | text | observer | relative squared error | KL divergence "
+        "| above `memoryless_mse` |",
+        "|---|---|---|---|---|---|",
+    ]
+    for r in found["results"]:
+        name = r["row"] if r["row"] == "memoryless_mse" else f"optimal, {r['row']}"
+        more = "" if name == r["row"] else "{:+.4f} ± {:.4f}".format(*r["above memoryless_mse"])
+        lines.append(
+            f"| {r['format']} | {r['text']} | {name} | {r['error']:.6f} "
+            f"| {r['kl'][0]:.4f} ± {r['kl'][1]:.4f} | {more} |"
+        )
+    return "\n".join(lines)
+
+
 def negative_scales_table(found: dict) -> str:
     scales = found["scales"]["negative"]
     lines = [
@@ -326,6 +345,7 @@ TABLES = {
     "streaming": streaming_table,
     "speed": speed_table,
     "quality": quality_table,
+    "norms": norms_table,
     "negative": negative_scales_table,
     "serving": serving_table,
     "expert-loading": expert_loading_table,

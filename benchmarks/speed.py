@@ -128,9 +128,9 @@ def cases(x: torch.Tensor, dtype: str) -> list[tuple[str, Callable, Callable, fl
     args = weight_args("W4A16")
     found.append(
         (
-            "optimal int4 group 128, beside the peer's 20-step MSE",
+            "optimal int4 group 128, norm 2, beside the peer's 20-step MSE",
             lambda: observe(PeerObserver, "memoryless_mse", args, x),
-            lambda: observe(Observer, "optimal", args, x),
+            lambda: observe(Observer, "optimal", args, x, norm=2.0),
             5,
         )
     )

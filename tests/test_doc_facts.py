@@ -109,7 +109,7 @@ def test_costs_of_observers_are_those_that_were_measured() -> None:
         ("memoryless_mse", 1): "MSE int4 group 128, norm 2.4",
         ("memoryless_mse", 2): "MSE NVFP4",
         ("imatrix_mse", 1): "importance int4 group 128",
-        ("optimal", 1): "optimal int4 group 128, beside the peer's 20-step MSE",
+        ("optimal", 1): "optimal int4 group 128, norm 2, beside the peer's 20-step MSE",
         ("nvfp4_expanded_mse", 2): "range-expanded NVFP4 search, 112 steps",
     }
     rows = table(section(page("observers"), "## One by one"), "observer")

@@ -68,12 +68,13 @@ def test_what_the_pictures_claim(make: ModuleType) -> None:
     def error(found: float, weighed: object = None) -> float:
         return make.error(row, make.int4_codes(found), weighed)
 
-    whole, searched, exact = map(scale, ("memoryless_minmax", "memoryless_mse", "optimal"))
+    whole, searched = map(scale, ("memoryless_minmax", "memoryless_mse"))
+    exact = scale("optimal", norm=2.0)
     assert error(whole) > error(searched) > error(exact)
     assert error(exact) == pytest.approx(
         min(error(s) for s in make.bf16_between(0.5 * whole, 1.1 * whole))
     )
-    mirrored = scale("optimal", negative_scales=True)
+    mirrored = scale("optimal", norm=2.0, negative_scales=True)
     assert mirrored < 0 and error(mirrored) < error(exact)
     weighed = scale("imatrix_mse", squares)
     assert error(weighed, squares) < error(searched, squares)

@@ -162,9 +162,9 @@ def optimal() -> Picture:
     row = weights()
     whole, _ = qparams("memoryless_minmax", row, INT4)
     searched, _ = qparams("memoryless_mse", row, INT4)
-    exact, _ = qparams("optimal", row, INT4)
-    mirrored, _ = qparams("optimal", row, INT4, negative_scales=True)
-    picture = Picture("optimal: every scale that bf16 has, and the best of them", 386)
+    exact, _ = qparams("optimal", row, INT4, norm=2.0)
+    mirrored, _ = qparams("optimal", row, INT4, norm=2.0, negative_scales=True)
+    picture = Picture("optimal, norm 2: every scale that bf16 has, and the best of them", 386)
     scales = bf16_between(0.6 * whole, 1.1 * whole)
     costs = [error(row, int4_codes(s)) for s in scales]
     across = Axis(scales[0], scales[-1])

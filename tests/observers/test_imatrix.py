@@ -574,3 +574,19 @@ def test_optimal_weights_columns_by_a_power_of_importance() -> None:
         scales.append(observer(weight).get_qparams()["scale"])
     assert torch.equal(scales[0], scales[1])
     assert not torch.equal(scales[0], scales[2])
+
+
+@pytest.mark.parametrize(("weighed", "default", "other"), [(False, 3.0, 2.0), (True, 2.0, 3.0)])
+def test_optimal_minimizes_squares_with_importance_and_cubes_without(
+    weighed: bool, default: float, other: float
+) -> None:
+    weight = torch.randn(8, 32, generator=torch.Generator().manual_seed(0))
+    args = QuantizationArgs(num_bits=4, strategy="group", group_size=16)
+    scales = []
+    for norm in (None, default, other):
+        observer = Observer.load_from_registry("optimal", base_name="weight", args=args, norm=norm)
+        if weighed:
+            observer.add_importance(torch.logspace(-2, 2, 32), 1)
+        scales.append(observer(weight).get_qparams()["scale"])
+    assert torch.equal(scales[0], scales[1])
+    assert not torch.equal(scales[0], scales[2])

@@ -167,7 +167,7 @@ def test_optimal_is_not_worse_than_either(args, matrix, dtype, activations, weig
     if args.scale_dtype is None and dtype == torch.float32:
         dtype = torch.bfloat16
     value = torch.from_numpy(matrix).to(dtype)
-    observer = Observer.load_from_registry("optimal", base_name="weight", args=args)
+    observer = Observer.load_from_registry("optimal", base_name="weight", args=args, norm=2.0)
     importance = None
     if weighed:
         gather(observer, activations)

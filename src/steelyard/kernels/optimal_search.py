@@ -15,6 +15,10 @@ What is left is tried in full, so the result is the optimum. There are two excep
 scales, 2^23 per octave are too many: those that bf16 has too and the one of the range are tried,
 and the best is refined by least squares, or Newton's method if the norm is not 2. An asymmetric
 float, which no server reads, is not searched: it gets the parameters of its range.
+
+Errors are compared in fp64. Some scales are exactly as good: s and -s if the group reaches equally
+far to both sides, or a power of two and its half. Of those the first tried stays: codes from the
+first unclipped one down, then up; positive ones before negative ones.
 """
 
 from __future__ import annotations
@@ -144,7 +148,7 @@ def _reference(
 
 
 class _Search:
-    """All groups at once: x and w are (num_qparams, group_size)."""
+    """All groups at once: x and w are (num_qparams, group_size), in the type of the scales."""
 
     def __init__(
         self,
@@ -155,9 +159,10 @@ class _Search:
         global_scale: torch.Tensor | None,
         norm: float,
     ) -> None:
-        self.x, self.w, self.args, self.norm = x, w, args, norm
+        self.dtype, self.args, self.norm = x.dtype, args, norm
+        self.x, self.w = x.double(), w.double()
         # powers of differences over the largest magnitude neither overflow nor vanish
-        largest = x.abs().amax(1).double()
+        largest = self.x.abs().amax(1)
         self.unit = torch.where((largest > 0) & (norm != 2), largest, 1)
         self.qmin, self.qmax = quantized_range(args)
         self.global_scale = 1.0 if global_scale is None else float(global_scale)
@@ -175,7 +180,7 @@ class _Search:
 
     def run(self, sign: int) -> None:
         """Try every code that could win; `sign` -1 tries its negative."""
-        weighing = torch.where(self.w > 0, self.x * sign, 0).double()
+        weighing = torch.where(self.w > 0, self.x * sign, 0)
         low, high = weighing.amin(1).clamp(max=0), weighing.amax(1).clamp(min=0)
         if self.args.symmetric:
             unclipped = torch.maximum(high / self.qmax, low / self.qmin)
@@ -231,14 +236,13 @@ class _Search:
         return chance
 
     def _effective(self, stored: torch.Tensor) -> torch.Tensor:
-        dtype = self.x.dtype
-        return (stored.to(dtype) / self.global_scale).to(dtype).double()
+        return (stored.to(self.dtype) / self.global_scale).double()
 
     def _clipped(
         self, rows: torch.Tensor, stored: torch.Tensor, zero_point: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the error of values below and above what can be represented."""
-        scale, x = self._effective(stored).unsqueeze(1), self.x[rows].double()
+        scale, x = self._effective(stored).unsqueeze(1), self.x[rows]
         ends = torch.stack([scale * (q - zero_point.unsqueeze(1)) for q in (self.qmin, self.qmax)])
         below, above = (ends.amin(0) - x).clamp(min=0), (x - ends.amax(0)).clamp(min=0)
         return self._error(rows, below), self._error(rows, above)
@@ -249,20 +253,12 @@ class _Search:
         relative = difference.abs() / self.unit[rows].unsqueeze(1)
         return (relative.pow(self.norm) * self.w[rows]).sum(1)
 
-    def _keep(
-        self,
-        rows: torch.Tensor,
-        stored: torch.Tensor,
-        zero_point: torch.Tensor,
-        margin: float = 1.0,
-    ) -> None:
-        """Keep candidates strictly better than the best so far, times `margin`."""
-        scale = self._effective(stored).to(self.x.dtype).unsqueeze(1)
-        zp = None if self.args.symmetric else zero_point.to(self.x.dtype).unsqueeze(1)
-        x = self.x[rows]
-        difference = (reconstruct(x, scale, zp, self.args) - x).double()
-        error = self._error(rows, difference)
-        better = error < self.best[rows] * margin
+    def _keep(self, rows: torch.Tensor, stored: torch.Tensor, zero_point: torch.Tensor) -> None:
+        """Keep candidates better than the best so far."""
+        zp = None if self.args.symmetric else zero_point.unsqueeze(1)
+        x, scale = self.x[rows], self._effective(stored).unsqueeze(1)
+        error = self._error(rows, reconstruct(x, scale, zp, self.args) - x)
+        better = error < self.best[rows] * (1 - 1e-12)
         chosen = rows[better]
         self.best[chosen] = error[better]
         self.scale[chosen] = stored[better]
@@ -278,23 +274,20 @@ class _Search:
         """Refine for the codes that the best scale assigns."""
         for _ in range(8):
             rows = ((self.scale * sign > 0) & (self.best > 0)).nonzero().squeeze(1)
-            scale = self._effective(self.scale[rows]).to(self.x.dtype).unsqueeze(1)
-            zp = self.zero_point[rows].to(self.x.dtype).unsqueeze(1)
-            stored_zp = None if self.args.symmetric else zp
-            q = (reconstruct(self.x[rows], scale, stored_zp, self.args) / scale).double()
+            scale = self._effective(self.scale[rows]).unsqueeze(1)
+            zp = None if self.args.symmetric else self.zero_point[rows].unsqueeze(1)
+            q = reconstruct(self.x[rows], scale, zp, self.args) / scale
             weighed = q * self.w[rows]
             if self.norm == 2:
                 fitted = (self.x[rows] * weighed).sum(1) / (q * weighed).sum(1).clamp(min=1e-30)
             else:
-                d = self.x[rows].double() / scale - q
+                d = self.x[rows] / scale - q
                 weighed = weighed * d.abs().clamp(min=1e-3).pow(self.norm - 2)
                 step = (d * weighed).sum(1) / (q * weighed).sum(1).clamp(min=1e-30)
                 fitted = scale.squeeze(1) * (1 + step / max(1.0, self.norm - 1))
-            stored = (fitted * self.global_scale).to(self.x.dtype).double()
+            stored = (fitted * self.global_scale).to(self.dtype).double()
             usable = stored * sign > 0
             before = self.scale.clone()
-            # least squares is never worse, but for rounding
-            margin = 1 + 1e-5 if self.norm == 2 else 1.0
-            self._keep(rows[usable], stored[usable], self.zero_point[rows[usable]], margin)
+            self._keep(rows[usable], stored[usable], self.zero_point[rows[usable]])
             if torch.equal(before, self.scale):
                 return

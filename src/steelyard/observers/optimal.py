@@ -16,8 +16,10 @@ from steelyard.observers.search import KeepsWeight
 
 __all__ = ["OptimalObserver", "OptimalOptions"]
 
-
-_NORM = 2.0
+# With importance, the sum of weighted squares is the output's error, as far as inputs are
+# uncorrelated. Without, a larger power takes its place: it keeps outliers, whose columns tend to
+# matter, and had the lower KL divergence (benchmarks/README.md).
+_NORM_WITH_IMPORTANCE, _NORM_WITHOUT = 2.0, 3.0
 
 
 class OptimalOptions(ObserverOptions):
@@ -27,7 +29,7 @@ class OptimalOptions(ObserverOptions):
         default=None,
         ge=1,
         le=8,
-        description="power to which errors are raised; None: 2",
+        description="power to which errors are raised; None for 2 with importance, 3 without",
     )
     negative_scales: bool = Field(
         default=False,
@@ -48,7 +50,7 @@ class OptimalOptions(ObserverOptions):
 
 @Observer.register("optimal")
 class OptimalObserver(ImportanceObserver, KeepsWeight):
-    """The storable scale with the least squared error, weighted by E[x^2] if gathered."""
+    """The storable scale with the least error: cubes, or squares weighted by E[x^2] if gathered."""
 
     suits = "weights"
     seconds_per_weight = 45e-9
@@ -91,8 +93,14 @@ class OptimalObserver(ImportanceObserver, KeepsWeight):
             self.range_of(observed),
             self.options.negative_scales,
             self.group_dims(observed),
-            norm=_NORM if self.options.norm is None else self.options.norm,
+            norm=self.norm_for(importance),
         )
+
+    def norm_for(self, importance: torch.Tensor | None) -> float:
+        """Return the power to which errors are raised."""
+        if self.options.norm is not None:
+            return float(self.options.norm)
+        return _NORM_WITHOUT if importance is None else _NORM_WITH_IMPORTANCE
 
     def compute_qparams(
         self, global_scale: torch.Tensor | None

@@ -41,6 +41,27 @@ struct Codes {  // the scales that a type can store, in order
     }
 };
 
+// The code of y, a value over the scale (and the zero point added), as a number.
+static inline vf code_of(vf y, const Rounding& r) {
+    const vf c = vmin(vmax(y, splat(r.qmin)), splat(r.qmax));
+    return r.is_int ? round_int(c) : round_float(c, r.smallest_normal, r.magic);
+}
+
+// Sum of weight * (|error| / unit)^norm in fp64, value by value.
+static double precise_sum(const float* x, const float* w, int64_t n, const Rounding& r, double scale,
+                          float zero_point, double norm, double unit) {
+    double total = 0;
+    for (int64_t i = 0; i < n; i += LANES) {
+        const vf q = code_of(load(x + i) * float(1 / scale) + zero_point, r) - zero_point;
+        for (int lane = 0; lane < LANES; ++lane) {
+            const double e = std::abs(x[i + lane] - scale * q[lane]) / unit;
+            const double raised = norm == 2 ? e * e : norm == 3 ? e * e * e : std::pow(e, norm);
+            total += w != nullptr ? raised * w[i + lane] : raised;
+        }
+    }
+    return total;
+}
+
 // Sum of weight * (distance of x beyond the interval [low, high])^2, below and above.
 template <bool WEIGHTED>
 static void clip_sums(const float* x, const float* w, int64_t n, float low, float high,
@@ -100,10 +121,7 @@ static void fit_sums(const float* x, const float* w, int64_t n, const Rounding& 
         vf a = {}, b = {};
         for (int64_t i = begin; i < std::min(n, begin + CHECK_EVERY); i += LANES) {
             const vf v = load(x + i);
-            const vf y = v * inverse + zero_point;
-            const vf c = vmin(vmax(y, splat(r.qmin)), splat(r.qmax));
-            const vf q = (r.is_int ? round_int(c) : round_float(c, r.smallest_normal, r.magic)) -
-                         zero_point;
+            const vf q = code_of(v * inverse + zero_point, r) - zero_point;
             const vf wq = w != nullptr ? q * load(w + i) : q;
             a += v * wq;
             b += q * wq;
@@ -121,10 +139,8 @@ static void newton_sums(const float* x, const float* w, int64_t n, const Roundin
         vf a = {}, b = {};
         for (int64_t i = begin; i < std::min(n, begin + CHECK_EVERY); i += LANES) {
             const vf y = load(x + i) * inverse + zero_point;
-            const vf c = vmin(vmax(y, splat(r.qmin)), splat(r.qmax));
-            const vf rounded_y =
-                r.is_int ? round_int(c) : round_float(c, r.smallest_normal, r.magic);
-            const vf q = rounded_y - zero_point, d = y - rounded_y;
+            const vf code = code_of(y, r);
+            const vf q = code - zero_point, d = y - code;
             vf wq = q * curvature(vmax(vabs(d), splat(1e-3f)));  // finite where the norm is below 2
             if (w != nullptr) wq *= load(w + i);
             a += d * wq;
@@ -219,6 +235,38 @@ struct Errors {
                                           LOOK_EVERY);
             // the power of zero is not quite zero
             if (squared || found > group.padded * 0x1p-100) out[0] += factor * found;
+        });
+        return total[0];
+    }
+
+    // Sum of weight * |x|^norm: the error if all were rounded to zero.
+    double of_zeros() {
+        double total[3] = {};
+        each(total, [&](const Group& group, double* out) {
+            if (!squared) {
+                clip_powers(group.x.data(), w(group), group.padded, float(1 / (absmax * unit())),
+                            0.0f, 0.0f, power, out, out + 1);
+            } else if (p.weights != nullptr) {
+                clip_sums<true>(group.x.data(), w(group), group.padded, 0, 0, out, out + 1);
+            } else {
+                clip_sums<false>(group.x.data(), nullptr, group.padded, 0, 0, out, out + 1);
+            }
+        });
+        return total[0] + total[1];
+    }
+
+    double root(double error) const {
+        return squared          ? std::sqrt(error)
+               : p.norm == 3.0f ? std::cbrt(error)
+                                : std::pow(error, 1 / double(p.norm));
+    }
+
+    // The error in fp64, to compare with another such.
+    double precise(double scale, float zero_point) {
+        double total[3] = {};
+        each(total, [&](const Group& group, double* out) {
+            out[0] += precise_sum(group.x.data(), w(group), group.padded, rounding, scale,
+                                  zero_point, p.norm, absmax * unit());
         });
         return total[0];
     }

@@ -8,17 +8,35 @@
 //     the code is a code too.
 //   Below: the error of the clipped values alone, C(s) <= E(s), only grows as s falls. Once C(s)
 //     is above the best error found, no smaller code can win.
-// An asymmetric integer has a grid per zero point; the same two facts hold for each of them.
+//   Between: f = E^(1/norm) is the distance from the group x to s * q, q the nearest codes, in a
+//     weighted norm |.|. With q' the codes at another scale s' and t = |s' - s| / s',
+//     f(s) <= |x - s q'| <= f(s') + t |s' q'| <= f(s') + t (|x| + f(s')). So where f(s) is above the
+//     best f found, no scale wins for which t < (f(s) - f_best) / (|x| + f_best), and all those are
+//     skipped. It pays where the values have few codes and the scales many: otherwise that is less
+//     than the distance of two scales.
+// An asymmetric integer has a grid per zero point; the first two facts are used for each of them.
+//
+// Sums of fp32 cannot decide between scales that are nearly as good, and some are exactly as good:
+// s and -s if the group reaches equally far to both sides, or a power of two and its half. Such pairs
+// are compared in fp64, and of two equal ones the first stays, so that every instruction set and the
+// reference find the same.
 
 struct Best {
     double error = NO_LIMIT;
     float stored = 0, zero_point = 0;
+    double precise = -1;  // the error in fp64, once it was needed
 };
 
 class OptimalSearch {
   public:
     OptimalSearch(const OptimalProblem& problem, int threads)
-        : p(problem), f(problem.format), codes(problem.format.scale), errors(problem, threads) {
+        : p(problem),
+          f(problem.format),
+          codes(problem.format.scale),
+          errors(problem, threads),
+          near(1e-5 * problem.norm),
+          by_one(codes.type == ScaleType::e8m0 || codes.type == ScaleType::e4m3),
+          skips(!by_one && f.qmax - f.qmin < 64) {
         // a code over the global scale must stay finite
         if (f.has_global) {
             const double largest = 3.4028234e38 * f.global_scale;
@@ -50,6 +68,10 @@ class OptimalSearch {
     const Format& f;
     Codes codes;
     Errors errors;
+    const double near;  // relative; fp32 cannot tell errors apart that are as close
+    const bool by_one;  // scales are so few that each is a step
+    const bool skips;
+    double magnitude = 0;  // |x|
     Best best;
 
     // the scale that reconstructs the gathered values when `stored` is in the file
@@ -66,10 +88,28 @@ class OptimalSearch {
         return candidate(std::min(p.min_vals[g], 0.0f), std::max(p.max_vals[g], 0.0f), f);
     }
 
-    void try_scale(float stored, float zero_point, int sign, double margin = 1) {
-        const double limit = best.error * margin;
-        const double found = errors.error(sign * effective(stored), zero_point, limit);
-        if (found < limit) best = {found, sign * stored, zero_point};
+    // Returns the error, or more than `enough` times the best if it is more.
+    double try_scale(float stored, float zero_point, int sign, double enough = 1) {
+        const double scale = sign * effective(stored), limit = best.error * (1 + near);
+        const double found = errors.error(scale, zero_point, limit * enough);
+        if (found >= limit) return found;
+        Best next{found, sign * stored, zero_point};
+        if (found > best.error * (1 - near)) {
+            if (best.precise < 0) {
+                best.precise = errors.precise(effective(best.stored), best.zero_point);
+            }
+            next.precise = errors.precise(scale, zero_point);
+            if (next.precise >= best.precise * (1 - 1e-12)) return found;
+        }
+        best = next;
+        return found;
+    }
+
+    // No scale can win if it is nearer than this, as a fraction of itself, to one with that error.
+    double reach(double error) const {
+        if (!skips || error <= 1.1 * best.error) return 0;  // too little to skip a scale
+        const double least = errors.root(best.error) * (1 + 1e-4);  // more than fp32 rounds off
+        return std::max(0.0, (errors.root(error) - least) / (magnitude + least));
     }
 
     int end_of_codes(double unclipped) const {  // first code that need not be tried
@@ -81,18 +121,28 @@ class OptimalSearch {
     void symmetric(float low, float high, int sign) {
         const double unclipped = std::max(double(high) / f.qmax, double(low) / f.qmin);
         const int start = codes.at_or_above(stored_for(unclipped));
-        const int block = codes.type == ScaleType::e8m0 || codes.type == ScaleType::e4m3 ? 1 : 8;
-        for (int code = start; code >= codes.first && best.error > 0; --code) {
-            if ((start - code) % block == 0 && code != start) {
+        const double enough = skips ? 4 : 1;
+        if (skips) magnitude = errors.root(errors.of_zeros());
+        int tried = 0;
+        bool look = false;
+        for (int code = start; code >= codes.first && best.error > 0;) {
+            if (look) {
                 double below, above;
                 errors.clip(sign * effective(codes.value(code)), 0.0f, &below, &above);
                 if (below + above > best.error) break;
             }
-            try_scale(codes.value(code), 0.0f, sign);
+            const double found = try_scale(codes.value(code), 0.0f, sign, enough);
+            look = by_one || ++tried % 8 == 0 || (skips && found > 2 * best.error);
+            const double next = codes.value(code) / (1 + reach(found));
+            do --code;
+            while (code >= codes.first && codes.value(code) > next);
         }
-        const int end = end_of_codes(unclipped);
-        for (int code = start + 1; code < end && code <= codes.last && best.error > 0; ++code) {
-            try_scale(codes.value(code), 0.0f, sign);
+        const int end = std::min(end_of_codes(unclipped), codes.last + 1);
+        for (int code = start + 1; code < end && best.error > 0;) {
+            const double found = try_scale(codes.value(code), 0.0f, sign, enough);
+            const double next = codes.value(code) / (1 - std::min(0.5, reach(found)));
+            do ++code;
+            while (code < end && codes.value(code) < next);
         }
         if (codes.type == ScaleType::f32) refine(sign);
     }
@@ -108,8 +158,7 @@ class OptimalSearch {
             const double scale = errors.fit(effective(best.stored), best.zero_point);
             const float stored = float(stored_for(std::abs(scale)));
             if (!(stored > 0) || stored == std::abs(best.stored)) break;
-            // least squares is never worse, but for rounding
-            try_scale(stored, best.zero_point, sign, p.norm == 2.0f ? 1 + 1e-5 : 1.0);
+            try_scale(stored, best.zero_point, sign);
             if (std::abs(best.stored) != stored) break;
         }
     }
