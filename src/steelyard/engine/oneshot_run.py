@@ -6,6 +6,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from steelyard.distributed import Ranks
 from steelyard.engine.announce import announce
 from steelyard.engine.calibration_samples import samples_for
 from steelyard.engine.final_config import final_config
+from steelyard.engine.finishing import finish_checkpoint
 from steelyard.engine.identity import digest_of, identity_of
 from steelyard.engine.output import Output
 from steelyard.engine.planning import plan_run, streams
@@ -117,6 +119,8 @@ class OneshotRun:
             result,
             self._shown,
         )
+        for algorithm in self.algorithms if self.samples else ():
+            algorithm.check_samples(self.samples)
         self._check_alike()
 
     @contextlib.contextmanager
@@ -172,7 +176,7 @@ class OneshotRun:
             self.source.class_name,
             result.notes,
         )
-        folder = None
+        folder, trusted = None, self.options.trust_remote_code_model
         if self.ranks.is_first:
             folder = run.output.finish(
                 self.config,
@@ -181,8 +185,11 @@ class OneshotRun:
                 result.plan,
                 run.marks.state(),
                 self._reporter(add_report),
+                partial(finish_checkpoint, run, self.samples, trusted),
             )
         result.output_dir = self.ranks.broadcast(folder)
+        found = (result.modules, result.notes, result.changed)
+        result.modules, result.notes, result.changed = self.ranks.broadcast(found)
 
     def save_module(self, add_report: AddReport | None) -> None:
         """Make `save_pretrained` of a loaded module write the quantized checkpoint."""
