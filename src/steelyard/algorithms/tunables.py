@@ -55,15 +55,14 @@ class Tunable:
         self.change = torch.zeros_like(self.start)
 
     @cached_property
-    def unit(self) -> torch.Tensor:
-        """What d = 1 adds."""
-        if self.block is not None:
-            return self.start
-        return self.start.square().mean().sqrt().expand_as(self.start)
+    def _size(self) -> torch.Tensor:
+        """What d = 1 adds to a plain tensor: its root mean square."""
+        return self.start.square().mean().sqrt()
 
     def stored(self) -> torch.Tensor:
         """Return the changed tensor in its stored type."""
-        wide = self.start + self.change * self.unit
+        scaled = self.start * (1 + self.change)
+        wide = self.start + self.change * self._size if self.block is None else scaled
         largest = torch.finfo(self.dtype).max
         near = wide.clamp(-largest, largest).to(self.dtype)
         if self.block is None:
@@ -84,7 +83,7 @@ class Tunable:
     def gradient(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         """Return the gradient with respect to d, given that with respect to the parameter."""
         if self.block is None:
-            return gradient * self.unit
+            return gradient * self._size
         return block_sums(gradient * parameter, self.block).reshape(self.start.shape)
 
 
