@@ -146,7 +146,7 @@ class Tunables:
             gain = leaf == "weight" and "norm" in type(module).__name__.lower()
             if parameter is None or parameter.ndim != 1 or not (gain or leaf == "bias"):
                 continue
-            plain = source.keys.get(f"{name}.{leaf}")
+            plain = source.keys.get(f"{name}.{leaf}", "")
             if plain in files and files.info(plain).dtype.is_floating_point:
                 yield leaf, _tunable(files, plain, None)
 

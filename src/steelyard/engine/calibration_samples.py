@@ -69,6 +69,8 @@ def samples_for(
     )
     for number, batch in enumerate(samples.batches):
         check_inputs(source.model, batch, f"batch {number}")
+    for algorithm in algorithms:
+        algorithm.check_samples(samples)
     result.notes.append(samples.description)
     if few := samples.shortage():
         result.notes.append(few)

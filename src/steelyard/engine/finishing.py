@@ -28,7 +28,7 @@ from steelyard.words import count
 if TYPE_CHECKING:
     from steelyard.engine.run import Run
 
-__all__ = ["finish_checkpoint"]
+__all__ = ["finish_checkpoint", "share_results"]
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -70,6 +70,14 @@ def finish_checkpoint(
         writer.claim(plain)
         writer.replace(tensors, run.marks.state())
     result.changed = sorted(writer.changed)
+
+
+def share_results(run: Run) -> None:
+    """Give the other ranks the results that the first one has updated."""
+    if any(algorithm.finishes for algorithm in run.solver.algorithms):
+        result = run.result
+        found = (result.modules, result.notes, result.changed)
+        result.modules, result.notes, result.changed = run.ranks.broadcast(found)
 
 
 def _measure(run: Run, folder: Path, tensors: Tensors, changed: Collection[str]) -> None:

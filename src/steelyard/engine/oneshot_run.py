@@ -19,7 +19,7 @@ from steelyard.distributed import Ranks
 from steelyard.engine.announce import announce
 from steelyard.engine.calibration_samples import samples_for
 from steelyard.engine.final_config import final_config
-from steelyard.engine.finishing import finish_checkpoint
+from steelyard.engine.finishing import finish_checkpoint, share_results
 from steelyard.engine.identity import digest_of, identity_of
 from steelyard.engine.output import Output
 from steelyard.engine.planning import plan_run, streams
@@ -119,8 +119,6 @@ class OneshotRun:
             result,
             self._shown,
         )
-        for algorithm in self.algorithms if self.samples else ():
-            algorithm.check_samples(self.samples)
         self._check_alike()
 
     @contextlib.contextmanager
@@ -188,8 +186,7 @@ class OneshotRun:
                 partial(finish_checkpoint, run, self.samples, trusted),
             )
         result.output_dir = self.ranks.broadcast(folder)
-        found = (result.modules, result.notes, result.changed)
-        result.modules, result.notes, result.changed = self.ranks.broadcast(found)
+        share_results(run)
 
     def save_module(self, add_report: AddReport | None) -> None:
         """Make `save_pretrained` of a loaded module write the quantized checkpoint."""

@@ -46,7 +46,8 @@ def straight_through_inputs(root: Module) -> Iterator[None]:
 
 def _round_input(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     value, *others = args
-    return _Rounded.apply(value, module), *others
+    rounded: torch.Tensor = _Rounded.apply(value, module)  # type: ignore[no-untyped-call]
+    return rounded, *others
 
 
 class _Rounded(torch.autograd.Function):

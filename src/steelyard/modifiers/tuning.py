@@ -32,7 +32,7 @@ class TuningModifier(Modifier):
     )
     epochs: int = Field(default=4, ge=1, description="passes over the samples at most")
     lr: float = Field(
-        default=1e-3, gt=0, description="learning rate, relative to the size of each tensor"
+        default=3e-4, gt=0, description="learning rate, relative to the size of each tensor"
     )
     batch_size: int = Field(default=4, ge=1, description="samples per step")
 
