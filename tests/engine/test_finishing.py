@@ -14,7 +14,7 @@ from interruption import Stop, lasting
 
 from steelyard import oneshot
 from steelyard.algorithms import Algorithm, Needs
-from steelyard.algorithms.finishing import FinishedCheckpoint
+from steelyard.algorithms.finished_checkpoint import FinishedCheckpoint
 from steelyard.checkpoint import CheckpointWriter, Shards
 from steelyard.checkpoint.growing_shards import GrowingShards
 from steelyard.engine import output

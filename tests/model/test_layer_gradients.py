@@ -14,7 +14,7 @@ from families import small_model
 from torch.nn import Module, Parameter
 
 from steelyard.distributed import ThreadPool
-from steelyard.model.layer_gradients import LayerGradients, Sample, Wanted, summed
+from steelyard.model.layer_gradients import LayerGradients, Trace, Wanted, summed
 from steelyard.model.layerwise import HiddenStates, LayerwiseModel
 from steelyard.model.opening import open_model
 
@@ -57,7 +57,7 @@ def by_layers(folder: Path, pool: ThreadPool) -> tuple[float, dict[str, torch.Te
             module._parameters[leaf] = parameter
 
     model = LayerGradients(LayerwiseModel(source, "quantized"), pool, every)
-    samples = [Sample({"input_ids": each}) for each in rows()]
+    samples = [Trace({"input_ids": each}) for each in rows()]
     with pool, HiddenStates(0, 1 << 30) as held:
         model.forward(samples, held, True, lambda share: None)
         model.require_gradients(samples[0])

@@ -36,7 +36,7 @@ from steelyard.registry import Registry
 
 if TYPE_CHECKING:
     from steelyard.algorithms.block import Block
-    from steelyard.algorithms.finishing import FinishedCheckpoint
+    from steelyard.algorithms.finished_checkpoint import FinishedCheckpoint
     from steelyard.data.samples import Samples
     from steelyard.model.source import Source
     from steelyard.plan.plan import Plan

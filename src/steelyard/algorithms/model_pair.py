@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from steelyard.algorithms.finishing import FinishedCheckpoint
+from steelyard.algorithms.finished_checkpoint import FinishedCheckpoint
 from steelyard.algorithms.tunables import Tunables
 from steelyard.model.blocks import Batch
-from steelyard.model.layer_gradients import Gradients, LayerGradients, Sample, summed
+from steelyard.model.layer_gradients import Gradients, LayerGradients, Trace, summed
 from steelyard.model.layerwise import DTYPE, HiddenStates, LayerwiseModel, default_memory
 from steelyard.model.opening import open_model
 
@@ -28,8 +28,8 @@ Advance = Callable[..., None]
 class Pair:
     """One sample in the original and in the quantized model."""
 
-    base: Sample
-    quantized: Sample
+    base: Trace
+    quantized: Trace
 
 
 class ModelPair:
@@ -117,14 +117,14 @@ class ModelPair:
         return found
 
     def _loss(
-        self, base: Sample, tokens: int, logits: torch.Tensor, positions: slice
+        self, base: Trace, tokens: int, logits: torch.Tensor, positions: slice
     ) -> torch.Tensor:
         with torch.no_grad():
             log_p = self.base.model.logits(Batch(base.inputs, base.outputs), positions)
             log_p = log_p.log_softmax(-1)
         return (log_p.exp() * (log_p - logits.log_softmax(-1))).sum() / tokens
 
-    def _held(self, samples: Sequence[Sample], layers: int) -> HiddenStates:
+    def _held(self, samples: Sequence[Trace], layers: int) -> HiddenStates:
         tokens = sum(sample.tokens for sample in samples)
         nbytes = tokens * self.base.model.hidden_size * DTYPE.itemsize * layers
         return HiddenStates(nbytes, default_memory() // 2)

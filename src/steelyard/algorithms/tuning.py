@@ -17,13 +17,13 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from steelyard.algorithms.algorithm import Algorithm, Needs
-from steelyard.algorithms.finishing import FinishedCheckpoint
+from steelyard.algorithms.finished_checkpoint import FinishedCheckpoint
 from steelyard.algorithms.guard import Guard
 from steelyard.algorithms.model_pair import REVERSE, ModelPair, Pair
 from steelyard.algorithms.tunables import MOST, Tunable
 from steelyard.data.samples import Samples
 from steelyard.errors import DataError, NonFiniteError
-from steelyard.model.layer_gradients import Sample
+from steelyard.model.layer_gradients import Trace
 from steelyard.model.layerwise import DTYPE, HiddenStates, default_memory
 from steelyard.modifiers.tuning import TuningModifier
 from steelyard.words import count
@@ -69,7 +69,7 @@ class Tuning(Algorithm):
                 f"TuningModifier leaves the scales of {count(len(names), 'module')} such as "
                 f"{names[0]} as they are: {reason}"
             )
-        samples = [Pair(Sample(row), Sample(row)) for row in rows]
+        samples = [Pair(Trace(row), Trace(row)) for row in rows]
         held_out = samples[EVERY - 1 :: EVERY]
         trained = [pair for i, pair in enumerate(samples) if i % EVERY != EVERY - 1]
         epochs = self.modifier.epochs

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from steelyard.algorithms import ModuleResult
-from steelyard.algorithms.finishing import FinishedCheckpoint
+from steelyard.algorithms.finished_checkpoint import FinishedCheckpoint
 from steelyard.checkpoint.figures import figures_of
 from steelyard.checkpoint.weight_errors import relative_error
 from steelyard.checkpoint.written import WrittenCheckpoint

@@ -28,7 +28,7 @@ from steelyard.model.placeholders import places_in, replaced
 from steelyard.model.precision import computing_in
 from steelyard.model.straight_through import straight_through_inputs
 
-__all__ = ["LayerGradients", "Sample", "Wanted", "summed"]
+__all__ = ["LayerGradients", "Trace", "Wanted", "summed"]
 
 Gradients = dict[str, torch.Tensor]
 Seeds = dict[tuple[int, tuple[int | str, ...]], torch.Tensor]
@@ -57,7 +57,7 @@ def _unchanged(root: Module, without: Sequence[Module]) -> Iterator[list[Wanted]
 
 
 @dataclass
-class Sample:
+class Trace:
     """One sample: the arguments of its layers, once they are recorded, and kept outputs.
 
     needed: layers whose outputs the modules after the layers compute with
@@ -92,7 +92,7 @@ class LayerGradients:
     @torch.no_grad()
     def forward(
         self,
-        samples: Sequence[Sample],
+        samples: Sequence[Trace],
         held: HiddenStates,
         every: bool,
         advance: Callable[[float], None],
@@ -130,7 +130,7 @@ class LayerGradients:
 
     def backward(
         self,
-        samples: Sequence[Sample],
+        samples: Sequence[Trace],
         seeds: Sequence[Seeds],
         advance: Callable[[float], None],
     ) -> Gradients:
@@ -158,7 +158,7 @@ class LayerGradients:
         return found
 
     def _reverse(
-        self, index: int, sample: Sample, seeds: Seeds, wanted: Sequence[Wanted]
+        self, index: int, sample: Trace, seeds: Seeds, wanted: Sequence[Wanted]
     ) -> Gradients:
         """Run a layer for a sample with autograd; add the gradients of its inputs to `seeds`."""
         call = sample.calls[index]
@@ -203,7 +203,7 @@ class LayerGradients:
 
     def through_head(
         self,
-        sample: Sample,
+        sample: Trace,
         wanted: Sequence[Wanted],
         loss: Callable[[torch.Tensor, slice], torch.Tensor],
         step: int,
@@ -253,7 +253,7 @@ class LayerGradients:
         ):
             yield wanted
 
-    def require_gradients(self, sample: Sample) -> None:
+    def require_gradients(self, sample: Trace) -> None:
         """Raise if gradients do not reach the layers of a sample that has run forward."""
         sequence = self.model.sequence
         last = max(sample.calls)
