@@ -18,7 +18,7 @@ from processors import llava, picture
 
 from steelyard.evaluate import divergence as compare
 from steelyard.evaluate import evaluate
-from steelyard.evaluate.layerwise import LayerwiseModel
+from steelyard.model.layerwise import LayerwiseModel
 from steelyard.report import Report
 
 

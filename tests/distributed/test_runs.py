@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import filecmp
+import json
 import os
 import signal
 import sys
@@ -105,6 +106,14 @@ PLAIN = {
     "QuantizationModifier": {"ignore": ["lm_head"], "config_groups": {"all": group("optimal")}}
 }
 
+TUNED = {
+    "IMatrixGatherer": {"ignore": ["lm_head"]},
+    "QuantizationModifier": {
+        "ignore": ["lm_head"],
+        "config_groups": {"all": group("imatrix_mse", num_bits=3)},
+    },
+    "TuningModifier": {"epochs": 2, "lr": 1e-3},
+}
 UNTIED = {"GPTQModifier": {"config_groups": {"all": group("optimal")}}}
 UNTIED_PLAIN = {"QuantizationModifier": {"config_groups": {"all": group("optimal")}}}
 
@@ -139,6 +148,12 @@ def pictures() -> list[dict[str, torch.Tensor]]:
     return [*text, *samples_for_model("llava", 2), *text, *samples_for_model("llava", 1, seed=1)]
 
 
+def rows() -> list[torch.Tensor]:
+    """Return enough samples to hold out some of them."""
+    chance = torch.Generator().manual_seed(0)
+    return list(torch.randint(3, 128, (4, 6, 24), generator=chance))
+
+
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a plain tensor changed by one rank": (NUDGED, {"dataset": None}),
     "static": (STATIC, {}),
@@ -153,6 +168,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "importance": (WEIGHED, {}),
     "importance, error propagated": (WEIGHED, {"propagate_error": True}),
     "importance, one sample": (WEIGHED, {"dataset": token_batches()[:1]}),
+    "tuned by the first rank": (TUNED, {"dataset": rows()}),
     "gptq, no error propagated": (GPTQ, {"propagate_error": False}),
     "stream": (PLAIN, {"dataset": None}),
     "weights of a loaded model": (PLAIN, {"dataset": None, "loaded": True}),
@@ -337,6 +353,8 @@ def test_cases_have_something_to_tell_apart(alone: Path) -> None:
     names = ("static", "static, error propagated", "gptq, one sample")
     files = [alone / name / "model.safetensors" for name in names]
     assert not filecmp.cmp(files[0], files[1], shallow=False)
+    tuned = json.loads((alone / "tuned by the first rank" / "provenance.json").read_text())
+    assert tuned["changed"]
 
 
 def test_rows_of_their_own_are_joined_in_rank_order(source: Path) -> None:

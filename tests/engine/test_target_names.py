@@ -16,8 +16,8 @@ from torch.testing import assert_close
 
 from steelyard import oneshot
 from steelyard.cli.validate import _check
-from steelyard.evaluate.opening import open_model
 from steelyard.model.module_names import targets_for
+from steelyard.model.opening import open_model
 from steelyard.modifiers import GPTQModifier, QuantizationModifier
 
 FILES, CLASS = "re:.*experts.*w[123]$", "re:.*experts.*(gate|up|down)_proj$"

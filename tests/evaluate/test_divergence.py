@@ -12,9 +12,9 @@ from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 from families import FAMILIES, small_model
 
 from steelyard.evaluate import divergence as compare
-from steelyard.evaluate import evaluate, layerwise
-from steelyard.evaluate.layerwise import LayerwiseModel
-from steelyard.model import skeleton
+from steelyard.evaluate import evaluate
+from steelyard.model import layerwise, skeleton
+from steelyard.model.layerwise import LayerwiseModel
 from steelyard.model.unstacking import unstack
 
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}

@@ -17,8 +17,9 @@ from torch.utils.data import DataLoader
 from steelyard import oneshot
 from steelyard.errors import DataError, PipelineError
 from steelyard.evaluate import divergence as compare
-from steelyard.evaluate import evaluate, layerwise
-from steelyard.evaluate.layerwise import LayerwiseModel
+from steelyard.evaluate import evaluate
+from steelyard.model import layerwise
+from steelyard.model.layerwise import LayerwiseModel
 from steelyard.modifiers import QuantizationModifier
 
 Sample = dict[str, torch.Tensor]

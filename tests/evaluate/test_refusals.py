@@ -22,7 +22,7 @@ from steelyard.errors import (
     SteelyardError,
 )
 from steelyard.evaluate import evaluate
-from steelyard.evaluate.layerwise import LayerwiseModel
+from steelyard.model.layerwise import LayerwiseModel
 
 Q_PROJ = "model.layers.1.self_attn.q_proj"
 KV = {"num_bits": 8, "type": "float", "strategy": "tensor", "observer": "static_minmax"}

@@ -9,6 +9,10 @@ methods below for each block, in this order:
     algorithm.transform(block, state)         change any tensor of the block
     algorithm.solve(block, state)             choose parameters, round weights
 
+and once, when all blocks are written:
+
+    algorithm.finish(checkpoint)              replace stored tensors of the complete checkpoint
+
 A recipe is a list of algorithms. Those that transform come first, each with passes of its own, so
 that later algorithms see the changed block.
 """
@@ -32,6 +36,8 @@ from steelyard.registry import Registry
 
 if TYPE_CHECKING:
     from steelyard.algorithms.block import Block
+    from steelyard.algorithms.finished_checkpoint import FinishedCheckpoint
+    from steelyard.data.samples import Samples
     from steelyard.model.source import Source
     from steelyard.plan.plan import Plan
 
@@ -69,12 +75,14 @@ class Needs:
     """Modules are solved in the order of their calls; each sees the solved ones before it."""
     propagate: bool = False
     """Each block gets the output of the quantized blocks before it."""
+    samples: bool = False
+    """`finish` gets the calibration samples."""
 
     @property
     def data(self) -> bool:
         """Whether calibration data must run through the model, even if files hold importance."""
         seen = self.inputs or self.outputs or self.attention or self.calls
-        return seen or self.originals or self.gradients or self.activations
+        return seen or self.originals or self.gradients or self.activations or self.samples
 
     @property
     def sees(self) -> bool:
@@ -131,6 +139,8 @@ class Algorithm:
 
     transforms: ClassVar[bool] = False
     """Whether `transform` changes tensors; set for a subclass that defines it."""
+    finishes: ClassVar[bool] = False
+    """Whether `finish` may replace tensors; set for a subclass that defines it."""
     streams: ClassVar[bool] = False
     """Whether weights can be quantized file by file: they depend on observers alone."""
     mergeable: ClassVar[bool] = False
@@ -142,6 +152,8 @@ class Algorithm:
         super().__init_subclass__(**options)
         if "transform" in cls.__dict__ and "transforms" not in cls.__dict__:
             cls.transforms = True
+        if "finish" in cls.__dict__:
+            cls.finishes = True
 
     @classmethod
     def register(cls, name: str) -> Callable[[Class], Class]:
@@ -179,6 +191,23 @@ class Algorithm:
     def solve(self, block: Block, state: Any) -> dict[str, ModuleResult]:
         """Choose quantization parameters and round the weights of the modules in `block.mine`."""
         return {}
+
+    # -- the complete checkpoint --------------------------------------------------------------
+
+    def check_samples(self, samples: Samples) -> None:
+        """Raise a DataError for samples that `finish` cannot work with, before any work."""
+
+    def finish(self, checkpoint: FinishedCheckpoint) -> dict[str, torch.Tensor]:
+        """Return stored tensors to replace, by their names in the files; types and shapes stay.
+
+        Called on the first rank alone, after all blocks. A killed run repeats it from the start.
+        """
+        return {}
+
+    @property
+    def finishing_passes(self) -> float:
+        """The cost of `finish`, in passes of the samples through the model."""
+        return 0.0
 
     # -- the whole run ------------------------------------------------------------------------
 

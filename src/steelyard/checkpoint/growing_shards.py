@@ -12,8 +12,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from steelyard.checkpoint.shard_file import ShardFile, is_whole
 from steelyard.checkpoint.shard_index import INDEX, SINGLE
+from steelyard.checkpoint.shards import Shards
 from steelyard.errors import CheckpointError
 
 __all__ = ["GrowingShards", "are_in_place"]
@@ -106,6 +109,35 @@ class GrowingShards:
             states[self._position] = self._file.state()
         return states
 
+    def rewrite(self, written: Shards, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write the complete shards that hold these tensors again, with these values.
+
+        The new files have temporary names, next to the old ones with their final names, until
+        `name_all` moves them there.
+        """
+        missing = sorted(tensors.keys() - self.names)
+        if missing:
+            raise CheckpointError(f"{missing[0]} cannot be replaced: the checkpoint has none")
+        renewed: dict[int, Record] = {}
+        for position, shard in self.complete.items():
+            if tensors.keys().isdisjoint(shard["names"]):
+                continue
+            file = ShardFile(self._temporary(position))
+            for name in shard["names"]:
+                info = written.info(name)
+                if name not in tensors:
+                    file.add_pieces(name, info.dtype, info.shape, written.pieces(name))
+                    continue
+                tensor = tensors[name].detach().cpu().contiguous()
+                if (tensor.dtype, tuple(tensor.shape)) != (info.dtype, info.shape):
+                    raise CheckpointError(
+                        f"{name} is {info.dtype} {info.shape}, and cannot become {tensor.dtype} "
+                        f"{tuple(tensor.shape)}"
+                    )
+                file.add(name, tensor)
+            renewed[position] = {"names": file.names, "nbytes": file.nbytes, **file.close()}
+        self.complete.update(renewed)
+
     def adopt(self, complete: dict[int, Record], incomplete: dict[int, Record]) -> None:
         """Start from the shards that the first rank restored."""
         self.complete, self.incomplete = complete, incomplete
@@ -121,7 +153,12 @@ class GrowingShards:
                     self.incomplete[int(i)] = state
         for position, shard in self.complete.items():
             self.incomplete.pop(position, None)
-            if not is_whole(self._path(position, len(self.complete)), shard):
+            temporary = self._temporary(position)
+            if is_whole(temporary, shard):
+                continue
+            if (final := self.folder / _final(position, len(self.complete))).exists():
+                temporary.unlink(missing_ok=True)  # it was to replace the final one
+            if not is_whole(final, shard):
                 raise CheckpointError(
                     f"{self._path(position)} was changed after the run stopped; start anew with "
                     "resume=False"
@@ -162,8 +199,11 @@ class GrowingShards:
 
     def _path(self, position: int, count: int = 0) -> Path:
         """Return the path of a shard; `count` is the number of all shards, 0 if not known yet."""
-        path = self.folder / f"shard-{position:05d}.safetensors"
+        path = self._temporary(position)
         return path if path.exists() or not count else self.folder / _final(position, count)
+
+    def _temporary(self, position: int) -> Path:
+        return self.folder / f"shard-{position:05d}.safetensors"
 
 
 def are_in_place(folder: Path, complete: Mapping[int, Record]) -> bool:

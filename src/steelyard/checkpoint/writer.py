@@ -7,7 +7,7 @@ that fails before its first mark leaves no files; after it, the same command res
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -159,6 +159,19 @@ class CheckpointWriter(ResumableRun):
         """Wait until all ranks have written their shards; every rank must call."""
         self._require_open()
         self._gather()
+
+    def replace(self, tensors: Mapping[str, torch.Tensor], progress: dict[str, Any]) -> None:
+        """Replace tensors of the complete checkpoint by others of their types and shapes.
+
+        Only within the `check` of `finish`. They take effect with the mark that records
+        `progress`: a run that is killed before it finds the old ones, and all of them.
+        """
+        self._require_open()
+        with Shards(self.partial) as written:
+            self._shards.rewrite(written, tensors)
+        self._record([progress], complete=False)
+        self._shards.name_all()
+        sync(self.partial)
 
     # -- other files ------------------------------------------------------------------------
 

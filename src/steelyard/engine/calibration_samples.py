@@ -94,6 +94,8 @@ def samples_for(
         warn_caller(DEMO_WARNING, CalibrationWarning)
     for number, batch in enumerate(samples.batches):
         check_inputs(source.model, batch, f"batch {number}")
+    for algorithm in algorithms:
+        algorithm.check_samples(samples)
     result.notes.append(samples.description)
     if few := samples.shortage():
         result.notes.append(few)

@@ -20,6 +20,7 @@ class Mark(BaseModel):
     done:         number of finished layers
     streamed:     shard -> number of its finished jobs
     calibrated:   whether all modules are calibrated and written
+    finished:     number of algorithms that have finished the complete checkpoint
     modules:      module -> error, tokens and details, as in `ModuleResult`
     weights_only: module -> its scheme, which replaces the recipe's
     unseen:       modules that saw no token
@@ -30,6 +31,7 @@ class Mark(BaseModel):
     done: Count
     streamed: dict[Count, Count]
     calibrated: bool
+    finished: Count
     modules: dict[str, tuple[float | None, Count, dict[str, Any]]]
     weights_only: dict[str, dict[str, Any]]
     unseen: list[str]

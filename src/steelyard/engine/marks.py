@@ -42,6 +42,7 @@ class Marks:
             self.run.solver.unseen = mark.unseen
             self.run.result.notes += [n for n in mark.notes if n not in self.run.result.notes]
             self.run.done, self.run.calibrated = mark.done, mark.calibrated
+            self.run.finished = mark.finished
             for shard, jobs in mark.streamed.items():
                 self.run.streamed[shard] = max(jobs, self.run.streamed.get(shard, 0))
         writer = self.run.output.writer
@@ -71,6 +72,7 @@ class Marks:
             done=self.run.done,
             streamed=self.run.streamed,
             calibrated=self.run.calibrated,
+            finished=self.run.finished,
             modules={name: (m.error, m.tokens, m.details) for name, m in modules},
             weights_only={name: scheme.model_dump(mode="json") for name, scheme in schemes},
             unseen=self.run.solver.unseen,

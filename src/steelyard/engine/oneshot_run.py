@@ -6,6 +6,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from steelyard.distributed import Ranks
 from steelyard.engine.announce import announce
 from steelyard.engine.calibration_samples import samples_for
 from steelyard.engine.final_config import final_config
+from steelyard.engine.finishing import finish_checkpoint, share_results
 from steelyard.engine.identity import digest_of, identity_of
 from steelyard.engine.idle_options import idle_notes
 from steelyard.engine.output import Output
@@ -179,7 +181,7 @@ class OneshotRun:
             self.source.class_name,
             result.notes,
         )
-        folder = None
+        folder, trusted = None, self.options.trust_remote_code_model
         if self.ranks.is_first:
             folder = run.output.finish(
                 self.config,
@@ -188,8 +190,10 @@ class OneshotRun:
                 result.plan,
                 run.marks.state(),
                 self._reporter(add_report),
+                partial(finish_checkpoint, run, self.samples, trusted),
             )
         result.output_dir = self.ranks.broadcast(folder)
+        share_results(run)
 
     def save_module(self, add_report: AddReport | None) -> None:
         """Make `save_pretrained` of a loaded module write the quantized checkpoint."""

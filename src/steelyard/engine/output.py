@@ -231,12 +231,14 @@ class Output:
         modules: Mapping[str, Any],
         plan: Plan,
         progress: dict[str, Any] | None = None,
-        add_files: Callable[[Path], None] | None = None,
+        add_files: Callable[[Path], object] = bool,
+        complete: Callable[[Path], object] = bool,
     ) -> Path | None:
         """Copy the remaining tensors, write the configuration, and validate the checkpoint.
 
         progress:  the last mark, for a run that resumes before the checkpoint is in place
         add_files: called with the folder once it is valid, to add more files
+        complete:  called with the folder before that, when all tensors are written
         """
         if self.writer is None:
             return None
@@ -265,9 +267,9 @@ class Output:
         changed = self.writer.changed
 
         def check(folder: Path) -> None:
+            complete(folder)
             check_written(folder, content, self.source, config, plan, modules, changed, as_planned)
-            if add_files is not None:
-                add_files(folder)
+            add_files(folder)
 
         return self.writer.finish(content, check)
 

@@ -21,7 +21,7 @@ from steelyard.model.completeness import missing_parts, random_parameters
 from steelyard.model.source import Source
 from steelyard.plan.plan import Left, Plan, make_plan
 from steelyard.plan.planned_files import planned_loading
-from steelyard.plan.runnable import route_of
+from steelyard.plan.runnable import Route, route_of
 from steelyard.recipes import Recipe
 from steelyard.words import count
 
@@ -68,10 +68,12 @@ def plan_run(
     with_data = needs_data(algorithms) and options.statistics is None
     plan.errors += _taken_names(plan, source)
     plan.errors += _needs_of_blocks(options, algorithms)
+    plan.errors += _needs_of_finishing(options, recipe, algorithms)
     if with_data:
         try:
             route = route_of(source.model, options.route)
             plan.route, plan.whole = route.text, route.whole
+            plan.errors += _finishing_layers(route, algorithms)
         except PipelineError as error:
             plan.errors.append(str(error))
     plan.errors += missing_parts(source)
@@ -101,6 +103,7 @@ def _add_costs(
     at_once = ThreadPool.on(device).count * options.batch_size * options.sequence_length  # tokens
     plan.tokens = options.num_calibration_samples * options.sequence_length  # at most
     plan.passes = transforming + passes + (0.5 if staged else 1 if propagate else 0)
+    plan.passes += sum(algorithm.finishing_passes for algorithm in algorithms)
     plan.state_bytes = sum(algorithm.memory(plan) for algorithm in algorithms)
     plan.waiting = _waiting_bytes(
         plan, holding_budget(device) if staged else CONCURRENT_BYTES, at_once
@@ -128,6 +131,40 @@ def _needs_of_blocks(options: Options, algorithms: Sequence[Algorithm]) -> list[
         "the model as a whole: remove the pipeline option"
         for algorithm in algorithms
         if algorithm.needs.originals or algorithm.needs.gradients
+    ]
+
+
+def _needs_of_finishing(
+    options: Options, recipe: Recipe, algorithms: Sequence[Algorithm]
+) -> list[str]:
+    """Return errors for algorithms that work on the complete checkpoint where none can be."""
+    quantizing = [m.quantization_config() is not None for m in recipe.modifiers]
+    found = []
+    for index, algorithm in enumerate(algorithms):
+        if not algorithm.finishes:
+            continue
+        name = type(algorithm.modifier).__name__
+        if isinstance(options.model, Module):
+            found.append(
+                f"{name} compares the written checkpoint with the original's files, but a loaded "
+                "module was passed: pass its folder and output_dir"
+            )
+        elif options.output_dir is None and not options.dry_run:
+            found.append(f"{name} works on the written checkpoint: pass output_dir")
+        if algorithm.needs.samples and options.statistics is not None:
+            found.append(f"{name} needs samples, not statistics=: pass dataset= instead")
+        if any(quantizing[index:]):
+            found.append(f"{name} works on the quantized model: move it to the end of the recipe")
+    return found
+
+
+def _finishing_layers(route: Route, algorithms: Sequence[Algorithm]) -> list[str]:
+    """Return an error for each algorithm that runs the checkpoint, if its layers cannot."""
+    return [
+        f"{type(algorithm.modifier).__name__} runs layer by layer, but {route.text}: remove it, or "
+        'pipeline="basic" if that asks so'
+        for algorithm in algorithms
+        if algorithm.finishes and algorithm.needs.samples and route.whole
     ]
 
 

@@ -75,6 +75,7 @@ class Run:
         self.done = 0  # number of finished layers
         self.streamed: dict[int, int] = {}  # shard -> number of its finished jobs
         self.calibrated = False  # whether all modules are calibrated and written
+        self.finished = 0  # number of algorithms that have finished the checkpoint
         self.changed: set[str] = set()  # tensors that transforms changed
         self.marks = Marks(self)
 

@@ -98,7 +98,7 @@ def save_as_quantized(
             keep_tokenizer=True,
         ) as output:
             output.add(source.model, "", None)
-            output.finish(config, recipe, modules, plan, add_files=add_files)
+            output.finish(config, recipe, modules, plan, add_files=add_files or bool)
 
     source.model.save_pretrained = save_pretrained
 

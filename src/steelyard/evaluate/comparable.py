@@ -7,8 +7,8 @@ from typing import Any
 
 from steelyard.checkpoint.untrusted_files import read_json
 from steelyard.errors import PipelineError
-from steelyard.evaluate.layerwise import LayerwiseModel
 from steelyard.foreign import reason_of
+from steelyard.model.layerwise import LayerwiseModel
 
 __all__ = ["check_pair", "check_tokenizers"]
 

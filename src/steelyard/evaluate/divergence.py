@@ -16,14 +16,14 @@ from steelyard.data.tokenizer import processor_of, tokenizer_of
 from steelyard.engine.progress import progress, say
 from steelyard.errors import DataError
 from steelyard.evaluate.comparable import check_pair, check_tokenizers
-from steelyard.evaluate.cost import Costs, estimate_seconds
 from steelyard.evaluate.evaluation import Evaluation, EvaluationInterrupted
-from steelyard.evaluate.layerwise import DTYPE, HiddenStates, LayerwiseModel, default_memory
 from steelyard.evaluate.metrics import Scores, score, summarize
-from steelyard.evaluate.opening import open_model
 from steelyard.evaluate.scored_tokens import check_scorable, placeholder_ids, scored_targets
 from steelyard.model.blocks import Batch
+from steelyard.model.cost import Costs, estimate_seconds
 from steelyard.model.inputs import check_inputs
+from steelyard.model.layerwise import DTYPE, HiddenStates, LayerwiseModel, default_memory
+from steelyard.model.opening import open_model
 from steelyard.words import duration
 
 __all__ = ["evaluate"]
@@ -166,6 +166,7 @@ def _plan(samples: Samples, to_score: int, models: list[LayerwiseModel], total: 
     )
 
 
+@torch.no_grad()
 def _scores(
     models: list[LayerwiseModel], pair: list[Batch], chosen: torch.Tensor
 ) -> Iterator[Scores]:

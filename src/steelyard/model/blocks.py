@@ -176,9 +176,11 @@ class LayerSequence:
         for layer in [each for each in batch.outputs if each not in kept]:
             del batch.outputs[layer]
 
-    @torch.no_grad()
     def finish(self, batch: Batch) -> Any:
-        """Run the modules after the layers; their parameters must be in memory."""
+        """Run the modules after the layers; their parameters must be in memory.
+
+        Gradients pass to the outputs of the layers if they are enabled.
+        """
         return self._forward(batch, len(self), f"the modules after {self.name(len(self) - 1)}")
 
     def _forward(self, batch: Batch, done: int, where: str) -> Any:

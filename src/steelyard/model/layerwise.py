@@ -10,17 +10,16 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from steelyard.data.samples import Inputs
 from steelyard.errors import NonFiniteError, PipelineError
-from steelyard.evaluate.cost import Costs
 from steelyard.model.blocks import Batch, LayerSequence
+from steelyard.model.cost import Costs
 from steelyard.model.inputs import output_head
 from steelyard.model.placeholders import first_tensor, replaced
 from steelyard.model.precision import computing_in
@@ -103,7 +102,7 @@ class LayerwiseModel:
     @torch.no_grad()
     def run(
         self,
-        samples: list[Inputs],
+        samples: Sequence[Mapping[str, torch.Tensor]],
         held: HiddenStates,
         costs: Costs,
         advance: Callable[[float, str], None],
@@ -118,7 +117,7 @@ class LayerwiseModel:
         for index, layer in enumerate(sequence.layers):
             where = f"{self.role} model, layer {index + 1} of {len(sequence)}"
             with sequence, self._layer_errors():
-                self._record(batches, index)
+                self.record(batches, index)
             if index == 0:
                 advance(costs.outside, f"{self.role} model")
             with (
@@ -138,8 +137,8 @@ class LayerwiseModel:
                     advance(costs.layer(index, batch.inputs["input_ids"].numel()), where)
         return batches
 
-    def _record(self, batches: list[Batch], index: int) -> None:
-        """Record the calls of the next layers."""
+    def record(self, batches: list[Batch], index: int) -> None:
+        """Record the calls of the next layers that are not known yet; enter the sequence first."""
         due = [batch for batch in batches if batch.due(index)]
         if not due:
             return
@@ -178,7 +177,7 @@ class LayerwiseModel:
                     embedding.__dict__["forward"] = before
 
     def logits(self, batch: Batch, positions: slice) -> torch.Tensor:
-        """Return (batch, positions, vocabulary), within `head`.
+        """Return (batch, positions, vocabulary), within `head`; gradients pass if they are enabled.
 
         After the layers, positions are independent of each other. Pixels have none: with them, the
         forward runs on the whole batch, and only the output head on the positions.

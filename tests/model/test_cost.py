@@ -11,7 +11,7 @@ from families import small_model
 from torch.utils.flop_counter import FlopCounterMode
 
 from steelyard.evaluate import divergence as compare
-from steelyard.evaluate.cost import Costs
+from steelyard.model.cost import Costs
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
