@@ -82,36 +82,54 @@ static void errors_of(const RangeCosts& p, int64_t row) {
     }
 }
 
-static double divergence(const Format& format, const int64_t* counts, int first, int last, double u, double z) {
-    const CodeErrors codes(format, 2.0);
-    double below = 0, above = 0, inside = 0, cost = 0;
-    for (int b = 0; b < first; ++b) below += double(counts[b]);
-    for (int b = last; b < BINS; ++b) above += double(counts[b]);
-    double code = 0, mass = 0, bins = 0, clipped = 0;  // of the codes so far: that of one segment
+// The filled bins in order, and the counts before each of them.
+struct Filled {
+    std::vector<FilledBin> bins;
+    std::vector<double> before{0};
+
+    explicit Filled(const int64_t* counts) {
+        for (int b = 0; b < BINS; ++b) {
+            if (counts[b] == 0) continue;
+            bins.push_back({b - BINS / 2, double(counts[b])});
+            before.push_back(before.back() + double(counts[b]));
+        }
+    }
+    size_t at_or_above(int place) const {
+        auto less = [](const FilledBin& bin, int value) { return bin.place < value; };
+        return std::lower_bound(bins.begin(), bins.end(), place, less) - bins.begin();
+    }
+};
+
+static double divergence(const CodeErrors& codes, const Filled& filled, int first, int last, double u,
+                         double z) {
+    const size_t begin = filled.at_or_above(first), end = filled.at_or_above(last);
+    const double below = filled.before[begin], above = filled.before.back() - filled.before[end];
+    double cost = 0, code = 0, mass = 0, bins = 0, clipped = 0;  // the last three of one code
     bool lost = false;
     auto close = [&] {
         if (bins == 0) return;
         if (mass == 0) lost = true;
         else cost -= clipped * std::log(mass / bins);
-        inside += mass;
         mass = bins = clipped = 0;
     };
-    for (int b = first; b < last; ++b) {
-        const double q = double(counts[b]);
-        const double p = q + (b == first ? below : 0) + (b == last - 1 ? above : 0);
-        if (p == 0) continue;
-        const double t = (b - BINS / 2 + 0.5) / u + z;
-        const double next =
-            codes.round(std::min(std::max(t, double(format.qmin)), double(format.qmax)));
+    auto add = [&](int place, double q) {
+        const double p = q + (place == first ? below : 0) + (place == last - 1 ? above : 0);
+        if (p == 0) return;
+        const double t = (place + 0.5) / u + z;
+        const double next = codes.round(std::min(std::max(t, double(codes.f.qmin)), double(codes.f.qmax)));
         if (next != code) close();
         code = next;
         mass += q;
         clipped += p;
         bins += 1;
         cost += p * std::log(p);
-    }
+    };
+    // the outermost bins may be filled only by what is clipped
+    if (begin == end || filled.bins[begin].place != first) add(first, 0);
+    for (size_t i = begin; i < end; ++i) add(filled.bins[i].place, filled.bins[i].count);
+    if (last - 1 > first && (begin == end || filled.bins[end - 1].place != last - 1)) add(last - 1, 0);
     close();
-    const double total = inside + below + above;
+    const double total = filled.before.back(), inside = total - below - above;
     return lost ? NOT_JUDGED : cost / total + std::log(inside / total);
 }
 
@@ -122,9 +140,11 @@ static void range_costs(const RangeCosts& p, int threads) {
                 errors_of(p, row);
                 continue;
             }
+            const CodeErrors codes(p.format, p.norm);
+            const Filled filled(p.counts + row * BINS);
             for (int64_t i = row * p.candidates; i < (row + 1) * p.candidates; ++i) {
-                p.costs[i] = divergence(p.format, p.counts + row * BINS, int(p.first[i]) + BINS / 2,
-                                        int(p.last[i]) + BINS / 2, p.unit[i], p.zero_point[i]);
+                p.costs[i] = divergence(codes, filled, int(p.first[i]), int(p.last[i]), p.unit[i],
+                                        p.zero_point[i]);
             }
         }
     });
