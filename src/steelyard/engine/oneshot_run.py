@@ -117,8 +117,6 @@ class OneshotRun:
             result,
             self._shown,
         )
-        if self.samples is not None:
-            result.notes += self.run.describe_dtype()
         self._check_alike()
 
     @contextlib.contextmanager
