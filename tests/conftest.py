@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -32,17 +31,6 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     folder = session.config.stash.get(OWN_FOLDER, None)
     if folder is not None and exitstatus == pytest.ExitCode.OK:
         session.config.add_cleanup(partial(shutil.rmtree, folder, ignore_errors=True))
-
-
-@pytest.fixture(scope="session", autouse=True)
-def computing_in_fp32() -> Iterator[None]:
-    """Run bf16 models in fp32 on every processor: most oracles are fp32.
-
-    Tests of bf16 set it themselves: tests/model/test_precision.py, tests/engine/test_stages.py.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("steelyard.model.precision._library_multiplies_bf16", lambda: False)
-        yield
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from steelyard import oneshot
-from steelyard.distributed import Ranks, ThreadPool
+from steelyard.distributed import ThreadPool
 from steelyard.engine import paired, passes
 from steelyard.engine.parts import Flow, Part
 from steelyard.engine.passes import Passes
@@ -482,42 +482,6 @@ def test_weights_are_wide_only_where_batches_are_still_to_pass(
         expected += [("solve", []), ("run", [name for stage in passed for name in stage])]
     assert wide[9:] == expected, "of the second layer"
     assert all(found == [] for _, found in wide[:9])
-
-
-@pytest.mark.parametrize(
-    ("wider", "other", "type_and_reason"),
-    [
-        (None, False, "bfloat16, which the processor multiplies"),
-        (torch.float32, False, "float32, since a processor does not multiply bfloat16"),
-        (None, True, "float32, since a processor does not multiply bfloat16"),  # of another rank
-    ],
-)
-def test_the_type_of_batches_is_noted(
-    wider: torch.dtype | None,
-    other: bool,
-    type_and_reason: str,
-    source: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
-    used: set[torch.dtype] = set()
-    linear = torch.nn.functional.linear
-
-    def noting(x: torch.Tensor, *args: Any) -> torch.Tensor:
-        used.add(x.dtype)
-        return linear(x, *args)
-
-    def gather(_ranks: Ranks, value: Any) -> list[Any]:
-        return [value, other] if isinstance(value, bool) else [value]
-
-    monkeypatch.setattr(Ranks, "gather", gather)
-    monkeypatch.setattr("steelyard.engine.run.fast_dtype", lambda *_: wider)
-    monkeypatch.setattr(torch.nn.functional, "linear", noting)
-    modifier = GPTQModifier(config_groups=groups(), ignore=["lm_head"])
-    result = oneshot(model, modifier, tokens())
-    assert (torch.float32 in used) == type_and_reason.startswith("float32")
-    expected = f"batches are computed in {type_and_reason}"
-    assert [note for note in result.notes if "computed in" in note] == [expected]
 
 
 @pytest.mark.parametrize("family", [f for f in CONFIGS if f != "gpt2"])  # which has no Linear

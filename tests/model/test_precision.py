@@ -12,8 +12,7 @@ from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
 from torch.nn import Linear, Parameter
 from torch.testing import assert_close
 
-from steelyard.model import precision
-from steelyard.model.precision import fast_dtype, rounded_once
+from steelyard.model.precision import rounded_once
 
 
 def quantized_linears(count: int = 5) -> list[Any]:
@@ -72,18 +71,3 @@ def test_an_error_puts_all_back() -> None:
     assert [each.weight.data_ptr() for each in linears] == stored
     assert {each.quantization_status for each in linears} == {QuantizationStatus.FROZEN}
     assert {each.weight.dtype for each in linears} == {torch.bfloat16}
-
-
-@pytest.mark.parametrize("flag", [None, "_is_amx_tile_supported", "_is_avx512_bf16_supported"])
-@pytest.mark.parametrize("library", [True, False])
-def test_processor_and_library_decide_on_the_type(
-    flag: str | None, library: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"):
-        monkeypatch.setattr(torch.cpu, name, lambda name=name: name == flag, raising=False)
-    monkeypatch.setattr(precision, "_library_multiplies_bf16", lambda: library)
-    expected = None if library and flag is not None else torch.float32
-    assert fast_dtype(torch.bfloat16, torch.device("cpu")) is expected
-    assert fast_dtype(torch.float16, torch.device("cpu")) is torch.float32
-    assert fast_dtype(torch.float32, torch.device("cpu")) is None
-    assert fast_dtype(torch.bfloat16, torch.device("cuda")) is None

@@ -123,8 +123,6 @@ class OneshotRun:
             self._shown,
             self.ranks,
         )
-        if self.samples is not None:
-            result.notes += self.run.describe_dtype()
         self._check_alike()
 
     @contextlib.contextmanager

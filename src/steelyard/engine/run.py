@@ -62,9 +62,7 @@ class Run:
         self.output: Output
         self.statistics = statistics
         self.device = model_device(source.model)
-        wider = fast_dtype(source.dtype, self.device) is not None
-        # if it is faster for one rank, all compute in it: their processors may differ
-        self.dtype = torch.float32 if any(ranks.gather(wider)) else None
+        self.dtype = fast_dtype(source.dtype, self.device)
         self.ranks = ranks
         self.pool = ThreadPool.on(self.device)
         resumable = source.shards is not None
@@ -78,16 +76,6 @@ class Run:
         self.finished = 0  # number of algorithms that have finished the checkpoint
         self.changed: set[str] = set()  # tensors that transforms changed
         self.marks = Marks(self)
-
-    def describe_dtype(self) -> list[str]:
-        """Return a note on the type that batches are computed in, if the processor decides it."""
-        stored = self.source.dtype
-        if self.device.type != "cpu" or stored.itemsize >= torch.float32.itemsize:
-            return []
-        name = str(stored).removeprefix("torch.")
-        if self.dtype is None:
-            return [f"batches are computed in {name}, which the processor multiplies"]
-        return [f"batches are computed in float32, since a processor does not multiply {name}"]
 
     # -- pipelines ----------------------------------------------------------------------------
 

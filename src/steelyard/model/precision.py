@@ -103,27 +103,12 @@ def _wider(
 def fast_dtype(stored: torch.dtype, device: torch.device) -> torch.dtype | None:
     """Return a wider type that makes a forward pass faster, or None for the stored type.
 
-    It is fp32 on a CPU that does not multiply the stored type. The instructions of the processor
-    decide and not a measurement, so that a resumed run and all its ranks decide alike.
+    It is fp32 on a CPU without matrix units.
     """
     if device.type != "cpu" or stored.itemsize >= torch.float32.itemsize:
         return None
-    return None if stored == torch.bfloat16 and _multiplies_bf16() else torch.float32
-
-
-def _multiplies_bf16() -> bool:
-    """Whether the processor has instructions for products of bf16, and oneDNN uses them.
-
-    On an AMD EPYC with avx512_bf16, products of bf16 take half the time of fp32.
-    """
-    flags = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
-    has = any(getattr(torch.cpu, flag, lambda: False)() for flag in flags)
-    return has and _library_multiplies_bf16()
-
-
-def _library_multiplies_bf16() -> bool:
-    supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
-    return bool(supported())
+    has_tiles = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    return None if stored == torch.bfloat16 and has_tiles() else torch.float32
 
 
 def return_memory() -> None:
