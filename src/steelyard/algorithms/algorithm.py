@@ -8,6 +8,7 @@ methods below for each block, in this order:
     algorithm.join(state, block)              after the last batch: statistics of all ranks
     algorithm.transform(block, state)         change any tensor of the block
     algorithm.solve(block, state)             choose parameters, round weights
+    algorithm.tune(block, found)              change the block once more, with all modules solved
 
 A recipe is a list of algorithms. Those that transform come first, each with passes of its own, so
 that later algorithms see the changed block.
@@ -59,6 +60,8 @@ class Needs:
     Only where modules are solved in stages, in models without experts; None elsewhere."""
     gradients: bool = False
     """`transform` and `solve` run with gradients enabled, and `solve` may call `block.forward`."""
+    tuning: bool = False
+    """`tune` is called once all modules of a block are solved; it may call `block.forward`."""
     activations: bool = False
     """The schemes have static activation scales, which observers compute."""
     importance: bool = False
@@ -74,7 +77,7 @@ class Needs:
     def data(self) -> bool:
         """Whether calibration data must run through the model, even if files hold importance."""
         seen = self.inputs or self.outputs or self.attention or self.calls
-        return seen or self.originals or self.gradients or self.activations
+        return seen or self.originals or self.gradients or self.tuning or self.activations
 
     @property
     def sees(self) -> bool:
@@ -180,11 +183,26 @@ class Algorithm:
         """Choose quantization parameters and round the weights of the modules in `block.mine`."""
         return {}
 
+    def tune(self, block: Block, found: Mapping[str, ModuleResult]) -> dict[str, ModuleResult]:
+        """Change weights and scales of a block whose modules are all solved.
+
+        Every rank runs this and must compute the same values. Gradients are off; enable them in
+        each call that is made in `block.pool`, whose threads have a mode of their own.
+
+        found:   the results of `block.modules`
+        returns: those that changed
+        """
+        return {}
+
     # -- the whole run ------------------------------------------------------------------------
 
     def memory(self, plan: Plan) -> int:
         """Estimate the bytes of a block's state."""
         return 0
+
+    def tuning_passes(self, samples: int) -> float:
+        """Estimate what `tune` costs, in passes of all samples through a block."""
+        return 0.0
 
     def prepare(self, source: Source, plan: Plan, notes: list[str]) -> None:
         """Read and check files that the modifier names, before any work."""
