@@ -115,7 +115,7 @@ def test_without_steps_it_is_gptq(source: Path, tmp_path: Path) -> None:
 
 def test_what_cannot_be_tuned_is_gptqs_and_noted(source: Path, tmp_path: Path) -> None:
     """One batch leaves none to hold out; a head has no original output to come close to."""
-    options, one = groups(), data(batches=1)[0][:1]
+    options, one = groups(), data(batches=1)[0].reshape(1, -1)
     result = oneshot(source, AutoRoundModifier(**options, **FEW), [one], tmp_path / "q")
     oneshot(source, GPTQModifier(**options), [one], tmp_path / "gptq")
     assert_same_tensors(tmp_path / "q", tmp_path / "gptq")
