@@ -160,7 +160,7 @@ def _quantized(module: Module, x: torch.Tensor, base_name: str, args: Any) -> to
     if args is None:
         return x
     with torch.no_grad():
-        off = forward_quantize(module, x, base_name, args) - x
+        off: torch.Tensor = forward_quantize(module, x, base_name, args) - x
     return x + off
 
 
