@@ -1,4 +1,4 @@
-"""What each part of GPTQ is worth: drift correction, signed scales, and the weight of columns.
+"""What each part of GPTQ is worth: drift correction, signed scales, weights of columns, tuning.
 
 Each row is a process of its own that quantizes MODEL to int4 with the same calibration tokens and
 compares the decoded weights with the original, on held-out text of the calibration's domain and on
@@ -33,6 +33,7 @@ ROWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "root of E[x^2]": ({"drift_correction": False}, {"negative_scales": False}),
     "and signed scales": ({"drift_correction": False}, {}),
     "and drift correction (default)": ({}, {}),
+    "and tuning, 50 steps a block": ({"iters": 50}, {}),
 }
 
 
@@ -45,6 +46,7 @@ def row(model: str, group: str, name: str, tokens: str, threads: str) -> dict[st
     from steelyard import oneshot
     from steelyard.checkpoint.written import WrittenCheckpoint
     from steelyard.modifiers import GPTQModifier
+    from steelyard.modifiers.autoround import AutoRoundModifier
 
     torch.set_num_threads(int(threads))
     given = json.loads(Path(tokens).read_text())
@@ -54,7 +56,8 @@ def row(model: str, group: str, name: str, tokens: str, threads: str) -> dict[st
     args = {"num_bits": 4, "strategy": "group", "group_size": int(group)}
     args |= {"observer": "optimal", "observer_kwargs": kwargs}
     groups = {"group_0": {"targets": ["Linear"], "weights": args}}
-    recipe = GPTQModifier(config_groups=groups, ignore=["lm_head"], **options)
+    modifier = AutoRoundModifier if "iters" in options else GPTQModifier
+    recipe = modifier(config_groups=groups, ignore=["lm_head"], **options)
     loader = torch.utils.data.DataLoader([{"input_ids": each} for each in calibration])
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "q"

@@ -75,6 +75,14 @@ STATIC = {
     }
 }
 GPTQ = {"GPTQModifier": {"ignore": ["lm_head"], "config_groups": {"all": group("optimal")}}}
+TUNED = {
+    "AutoRoundModifier": {
+        "ignore": ["lm_head"],
+        "config_groups": {"all": group("memoryless_mse")},
+        "iters": 3,
+        "batch_size": 6,
+    }
+}
 ORDERED = {
     "GPTQModifier": {
         "ignore": ["lm_head"],
@@ -165,6 +173,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gptq, fused": (FUSED, {}),
     "gptq, one sample": (GPTQ, {"dataset": token_batches()[:1]}),
     "gptq, in passes": (GPTQ, {"pipeline": "basic"}),
+    "autoround": (TUNED, {}),
+    "autoround, no error propagated": (TUNED, {"propagate_error": False}),
     "importance": (WEIGHED, {}),
     "importance, error propagated": (WEIGHED, {"propagate_error": True}),
     "importance, one sample": (WEIGHED, {"dataset": token_batches()[:1]}),
@@ -179,6 +189,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a tied head, stream": (UNTIED_PLAIN, {"model": "tied", "dataset": None}),
     "experts, gptq": (GPTQ, {"model": "experts"}),
     "experts, static": (SEEN, {"model": "experts"}),
+    "experts, autoround": (TUNED, {"model": "experts"}),
     "experts, importance": (WEIGHED, {"model": "experts", "dataset": token_batches()[:1]}),
 }
 

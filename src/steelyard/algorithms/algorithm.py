@@ -8,6 +8,7 @@ methods below for each block, in this order:
     algorithm.join(state, block)              after the last batch: statistics of all ranks
     algorithm.transform(block, state)         change any tensor of the block
     algorithm.solve(block, state)             choose parameters, round weights
+    algorithm.tune(block, found)              change the block once more, with all modules solved
 
 and once, when all blocks are written:
 
@@ -65,6 +66,8 @@ class Needs:
     Only where modules are solved in stages, in models without experts; None elsewhere."""
     gradients: bool = False
     """`transform` and `solve` run with gradients enabled, and `solve` may call `block.forward`."""
+    tuning: bool = False
+    """`tune` is called once all modules of a block are solved; it may call `block.forward`."""
     activations: bool = False
     """The schemes have static activation scales, which observers compute."""
     importance: bool = False
@@ -82,7 +85,8 @@ class Needs:
     def data(self) -> bool:
         """Whether calibration data must run through the model, even if files hold importance."""
         seen = self.inputs or self.outputs or self.attention or self.calls
-        return seen or self.originals or self.gradients or self.activations or self.samples
+        differentiates = self.gradients or self.tuning
+        return seen or self.originals or differentiates or self.activations or self.samples
 
     @property
     def sees(self) -> bool:
@@ -192,6 +196,17 @@ class Algorithm:
         """Choose quantization parameters and round the weights of the modules in `block.mine`."""
         return {}
 
+    def tune(self, block: Block, found: Mapping[str, ModuleResult]) -> dict[str, ModuleResult]:
+        """Change weights and scales of a block whose modules are all solved.
+
+        Every rank runs this and must compute the same values. Gradients are off; enable them in
+        each call that is made in `block.pool`, whose threads have a mode of their own.
+
+        found:   the results of `block.modules`
+        returns: those that changed
+        """
+        return {}
+
     # -- the complete checkpoint --------------------------------------------------------------
 
     def check_samples(self, samples: Samples) -> None:
@@ -214,6 +229,10 @@ class Algorithm:
     def memory(self, plan: Plan) -> int:
         """Estimate the bytes of a block's state."""
         return 0
+
+    def tuning_passes(self, samples: int) -> float:
+        """Estimate what `tune` costs, in passes of all samples through a block."""
+        return 0.0
 
     def prepare(self, source: Source, plan: Plan, notes: list[str]) -> None:
         """Read and check files that the modifier names, before any work."""

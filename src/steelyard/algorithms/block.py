@@ -29,6 +29,10 @@ class Block:
     mine:      names of modules that this rank solves; those that share a scale have one rank
     originals: of each batch, hidden states of the unquantized model into and out of the block
     runs:      whether `forward` may be called
+    numbers:   of each batch of this rank, its number in the run
+    padding:   of each batch, the mask of its real tokens, (batch, seq); None if all are real
+    advance:   shows progress: takes the share of `tune` that was done since the last call, and a
+               text
     """
 
     def __init__(
@@ -48,6 +52,9 @@ class Block:
         notes: list[str] | None = None,
         changed: set[str] | None = None,
         runs: bool = True,
+        numbers: Sequence[int] = (),
+        padding: Sequence[torch.Tensor | None] = (),
+        advance: Callable[[float, str], None] = lambda _share, _where: None,
     ) -> None:
         self.name = name
         self.root = root
@@ -61,6 +68,9 @@ class Block:
         self.notes: list[str] = [] if notes is None else notes
         self.changed: set[str] = set() if changed is None else changed
         self.runs = runs
+        self.numbers = numbers
+        self.padding = padding
+        self.advance = advance
         self._calibration = calibration
         self._forwards = forwards
 
@@ -151,6 +161,9 @@ class Block:
             "notes": self.notes,
             "changed": self.changed,
             "runs": runs,
+            "numbers": self.numbers,
+            "padding": self.padding,
+            "advance": self.advance,
         }
         return Block(self.name, self.root, modules, **fields)
 

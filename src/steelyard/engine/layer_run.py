@@ -15,7 +15,7 @@ from steelyard.engine.progress import progress
 from steelyard.fusion import expert_groups
 from steelyard.model.blocks import Batch, LayerSequence
 from steelyard.model.hidden_states import load_hidden, save_hidden
-from steelyard.model.inputs import output_head
+from steelyard.model.inputs import output_head, padding_of
 from steelyard.model.placeholders import first_tensor
 from steelyard.model.precision import computing_in
 from steelyard.observers.lifecycle import with_schemes
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LayerRun"]
 
+_TUNING = 19  # times as long as the rest of a layer, about; for the progress bar
+
 
 class LayerRun:
     """Runs this rank's batches through the layers of a model.
@@ -32,6 +34,7 @@ class LayerRun:
     batches:   by number in the run, each with its partial sum
     originals: the same batches in the unquantized model, if an algorithm needs them
     paired:    whether each layer runs both side by side
+    tuning:    steps of the progress bar for the tuning of a layer
     """
 
     def __init__(self, run: Run, samples: Samples) -> None:
@@ -44,16 +47,19 @@ class LayerRun:
         self.paired = run.solver.needs("original_inputs") and not experts
         kept = self.paired or run.solver.needs("originals")
         self.originals = {i: Batch(b.inputs) for i, b in self.batches.items()} if kept else {}
+        self.tuning = _TUNING * len(self.batches) if run.solver.tunes else 0
 
     @torch.no_grad()
     def go(self) -> None:
         """Calibrate all layers, then the modules outside of them."""
         run, sequence = self.run, self.sequence
-        total = len(self.batches) * (len(sequence) + 1)
-        with run.pool, sequence, progress("calibrating", total, run.show) as advance:
+        each = len(self.batches) + self.tuning
+        total = each * len(sequence) + len(self.batches)
+        unit = "work" if self.tuning else "steps"
+        with run.pool, sequence, progress("calibrating", total, run.show, unit) as advance:
             if run.done:
                 load_hidden(sequence, self._named(), run.marks.kept("hidden"))
-                advance(run.done * len(self.batches))
+                advance(run.done * each)
             for index in range(run.done, len(sequence)):
                 self._record(index)
                 self._layer(index, advance)
@@ -103,6 +109,8 @@ class LayerRun:
             called,
             [functools.partial(sequence.run, index, batch) for batch in originals],
             lambda i, output: sequence.put(index, originals[i], output),
+            [padding_of(b.inputs, sequence.input(index, b)) for b in batches],
+            lambda share, where: advance(share * self.tuning, where),
         )
         part = Part(name, module)
         run.calibrate(part, flow, functools.partial(self._originals, index))

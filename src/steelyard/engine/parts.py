@@ -23,6 +23,8 @@ class Flow:
     originals:    one per batch: runs it as in the unquantized model through a copy of the block;
                   empty if no algorithm needs that
     put_original: receives the number and the output of each of those
+    padding:  mask of each batch's real tokens, (batch, seq); None where there is no padding
+    advance:  receives the share of the block's tuning that was done, and a text
     """
 
     forwards: Sequence[Callable[[], Any]] = ()
@@ -31,6 +33,8 @@ class Flow:
     places: Sequence[tuple[int, int]] = ()
     originals: Sequence[Callable[[Module], Any]] = ()
     put_original: Callable[[int, Any], None] = lambda _index, _output: None
+    padding: Sequence[torch.Tensor | None] = ()
+    advance: Callable[[float, str], None] = lambda _share, _where: None
 
 
 NO_DATA = Flow()

@@ -10,7 +10,7 @@ import collections
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from steelyard.engine.block_work import Moment, Work
 from steelyard.engine.observing import observe
 from steelyard.engine.paired import paired, pairs, quantized, with_originals
 from steelyard.engine.parts import Flow, Part
+from steelyard.engine.second_pass import run_again, tuned
 from steelyard.engine.showing import Stage, points_of, showing, stages_of
 from steelyard.engine.solving import Solver
 from steelyard.engine.stage_order import find_stages
@@ -58,7 +59,8 @@ class Passes:
         for algorithm in self.solver.transforms:
             self._transform(algorithm, part, flow)
         if not with_schemes(part.root, part.name, part.without):
-            self._unquantized(part, pairs(part, flow, None, self.pool, self.dtype))
+            unquantized = pairs(part, flow, None, self.pool, self.dtype)
+            run_again(part, unquantized, self.pool, self.dtype)
             return {}
         stages = self._stages(part, flow) if flow.collect is not None else None
         staged = stages is not None and self.solver.solving_needs("staged")
@@ -91,15 +93,6 @@ class Passes:
         with computing_in(root, self.dtype):
             return first_tensor(forward())
 
-    def _unquantized(self, part: Part, flow: Flow) -> None:
-        """Run a part without quantized modules, such as a layer of a vision tower."""
-        if flow.collect is None:
-            return
-        with computing_in(part.root, self.dtype):
-            outputs = self.pool.begin(enumerate(flow.forwards))
-            with contextlib.closing(outputs):
-                flow.collect(outputs)
-
     # -- transforms ---------------------------------------------------------------------------
 
     def _transform(self, algorithm: Any, part: Part, flow: Flow) -> None:
@@ -121,6 +114,7 @@ class Passes:
     ) -> dict[str, ModuleResult]:
         """Solve all modules after one pass; a second computes the input of the next block."""
         again = flow if self.propagate and flow.collect is not None else None
+        reruns = self.solver.solving_needs("gradients") or self.solver.tunes
         every = [each for stage in stages for each in stage.names] if stages else None
         points = points_of(part.root, with_schemes(part.root, part.name, part.without))
         solved: set[str] = set()
@@ -140,22 +134,18 @@ class Passes:
                     for turn in range(work.passes):
                         outputs = self._outputs(flow, turn)
                         if flow.collect is None or self.propagate or turn < work.passes - 1:
-                            collections.deque(outputs, maxlen=0)
-                        elif self.solver.solving_needs("gradients"):
-                            held.extend(outputs)  # `solve` still runs the inputs
+                            exhaust(outputs)
+                        elif reruns:
+                            held.extend(outputs)  # `solve` or `tune` still runs the inputs
                         else:
                             flow.collect(outputs)
             found = self.solver.solve(block, work)
+        found |= tuned(self.solver, part, flow, found, self.dtype)
         if held and flow.collect is not None:
             flow.collect(held)
         part.changed.update(name for name in solved if not _is_solved(name, calibration))
-        if again is not None and again.collect is not None:
-            pool = self.pool if stages is not None else ThreadPool()  # one thread
-            rounded = rounded_once(calibration.modules.values())
-            with computing_in(part.root, self.dtype, scales=True), rounded:
-                outputs = pool.begin(enumerate(again.forwards))
-                with contextlib.closing(outputs):
-                    again.collect(outputs)
+        if again is not None:
+            run_again(part, again, self.pool if stages else ThreadPool(), self.dtype)
         return found
 
     def _concurrently(
@@ -192,7 +182,7 @@ class Passes:
             last = turn == work.passes - 1
             with contextlib.closing(outputs(turn, last)) as shown:
                 if self.propagate or not last:
-                    collections.deque(shown, maxlen=0)
+                    exhaust(shown)
                 else:
                     flow.collect(shown)
 
@@ -215,7 +205,11 @@ class Passes:
                     if not staged.has_passed(number):
                         rounded.enter_context(rounded_once(each.modules.values(), self.dtype))
             with contextlib.closing(staged.finish()) as outputs:
-                flow.collect(quantized(outputs, flow))
+                collect = exhaust if self.solver.tunes else flow.collect
+                collect(quantized(outputs, flow))
+        if self.solver.tunes:
+            found |= tuned(self.solver, part, flow, found, self.dtype)
+            run_again(part, flow, self.pool, self.dtype)
         return found
 
     def _stage(
@@ -253,14 +247,15 @@ class Passes:
 
         Hooks are needed where an algorithm needs more than inputs, outputs or attention states are
         observed, the data decides which modules are called, the server fuses modules with different
-        inputs, or a staged algorithm runs without propagated error.
+        inputs, or a staged or tuning algorithm runs without propagated error.
         """
         modules: dict[str, Any] = dict(with_schemes(part.root, part.name))
         schemes = [module.quantization_scheme for module in modules.values()]
         outputs = any(scheme.output_activations is not None for scheme in schemes)
         more = any(map(self.solver.solving_needs, ("outputs", "attention", "calls", "gradients")))
         staged = self.solver.solving_needs("staged")
-        if outputs or more or not modules or (staged and not self.propagate):
+        alone = (staged or self.solver.tunes) and not self.propagate
+        if outputs or more or not modules or alone:
             return None
         if staged and self.solver.passes > 1:
             return None
@@ -290,6 +285,10 @@ class Passes:
         if not inputs or not calibration.modules or self.solver.solving_needs("attention"):
             return contextlib.nullcontext()
         return StopAfter(layer, [points.get(n, m) for n, m in calibration.modules.items()])
+
+
+def exhaust(outputs: Iterable[Any]) -> None:
+    collections.deque(outputs, maxlen=0)
 
 
 def _is_solved(name: str, calibration: Calibration) -> bool:

@@ -104,6 +104,7 @@ def _add_costs(
     plan.tokens = options.num_calibration_samples * options.sequence_length  # at most
     plan.passes = transforming + passes + (0.5 if staged else 1 if propagate else 0)
     plan.passes += sum(algorithm.finishing_passes for algorithm in algorithms)
+    plan.passes += sum(a.tuning_passes(options.num_calibration_samples) for a in algorithms)
     plan.state_bytes = sum(algorithm.memory(plan) for algorithm in algorithms)
     plan.waiting = _waiting_bytes(
         plan, holding_budget(device) if staged else CONCURRENT_BYTES, at_once
@@ -130,7 +131,7 @@ def _needs_of_blocks(options: Options, algorithms: Sequence[Algorithm]) -> list[
         f'{type(algorithm.modifier).__name__} works block by block, but pipeline="basic" runs '
         "the model as a whole: remove the pipeline option"
         for algorithm in algorithms
-        if algorithm.needs.originals or algorithm.needs.gradients
+        if algorithm.needs.originals or algorithm.needs.gradients or algorithm.needs.tuning
     ]
 
 

@@ -94,6 +94,10 @@ class Solver:
     def transforms(self) -> list[Algorithm]:
         return [algorithm for algorithm in self.algorithms if algorithm.transforms]
 
+    @property
+    def tunes(self) -> bool:
+        return self.solving_needs("tuning")
+
     def block(
         self,
         name: str,
@@ -176,6 +180,17 @@ class Solver:
         if ranks.count > 1:
             found.update(self._exchange(block, found, known))
         return found
+
+    def tune(
+        self, block: Block, modules: Mapping[str, Module], found: Mapping[str, ModuleResult]
+    ) -> dict[str, ModuleResult]:
+        """Tune a block whose modules are all solved; return the results that changed."""
+        changed: dict[str, ModuleResult] = {}
+        for algorithm in self._solving:
+            if algorithm.needs.tuning and not self.statistics.only:
+                names = self._claimed(algorithm, modules)
+                changed |= algorithm.tune(block.part(names), {name: found[name] for name in names})
+        return changed
 
     def _exchange(
         self, block: Block, found: Mapping[str, ModuleResult], known: int

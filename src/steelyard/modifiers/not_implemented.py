@@ -12,7 +12,6 @@ NOT_IMPLEMENTED = {
     "AWQModifier": _SCALED,
     "SmoothQuantModifier": _SCALED,
     "LogarithmicEqualizationModifier": _SCALED,
-    "AutoRoundModifier": "GPTQModifier",
     "SpinQuantModifier": _ROTATED,
     "QuIPModifier": _ROTATED,
     "SparseGPTModifier": _PRUNED,

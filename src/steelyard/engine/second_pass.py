@@ -1,0 +1,68 @@
+"""Runs the batches of a solved block again, for the input of the next block; tunes it before."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from steelyard.algorithms import ModuleResult
+from steelyard.distributed import ThreadPool
+from steelyard.engine.parts import Flow, Part
+from steelyard.engine.solving import Solver
+from steelyard.model.placeholders import first_tensor
+from steelyard.model.precision import computing_in, rounded_once
+from steelyard.observers.lifecycle import with_schemes
+
+__all__ = ["run_again", "tuned"]
+
+
+def run_again(part: Part, flow: Flow, pool: ThreadPool, dtype: torch.dtype | None) -> None:
+    """Collect the outputs of a block that is solved, or has nothing to quantize.
+
+    dtype: the type to compute in; None for that of the model
+    """
+    if flow.collect is None:
+        return
+    modules = with_schemes(part.root, part.name, part.without).values()
+    with (
+        computing_in(part.root, dtype, scales=True),
+        rounded_once(modules),
+        contextlib.closing(pool.begin(enumerate(flow.forwards))) as outputs,
+    ):
+        flow.collect(outputs)
+
+
+def tuned(
+    solver: Solver,
+    part: Part,
+    flow: Flow,
+    found: Mapping[str, ModuleResult],
+    dtype: torch.dtype | None,
+) -> dict[str, ModuleResult]:
+    """Let the algorithms that tune change a block whose modules are all solved.
+
+    Quantized modules keep their type in the meantime, so that the algorithm can replace tensors.
+    """
+    modules = with_schemes(part.root, part.name, part.without)
+    block = solver.block(
+        part.name,
+        part.root,
+        part.without,
+        None,
+        forwards=[functools.partial(_first, run) for run in flow.forwards],
+        originals=part.originals,
+        numbers=[number for number, _ in flow.places],
+        padding=flow.padding,
+        advance=flow.advance,
+    )
+    with computing_in(part.root, dtype, without=modules.values()):
+        return solver.tune(block, modules, found)
+
+
+def _first(forward: Callable[[], Any]) -> torch.Tensor:
+    found: torch.Tensor = first_tensor(forward())
+    return found
