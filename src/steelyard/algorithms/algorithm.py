@@ -67,6 +67,8 @@ class Needs:
     """Number of passes of the batches through the block before `transform` and `solve`."""
     staged: bool = False
     """Modules are solved in the order of their calls; each sees the solved ones before it."""
+    layers: bool = False
+    """Blocks are layers: `begin` and `transform` may call `block.forward` for one layer."""
     propagate: bool = False
     """Each block gets the output of the quantized blocks before it."""
 

@@ -58,7 +58,7 @@ def load_recipe(recipe: Any) -> Recipe:
     if isinstance(recipe, str):
         return Recipe(_modifiers(_parse(recipe, "recipe")), recipe)
     if isinstance(recipe, Modifier):
-        return Recipe([recipe], dump_modifiers([recipe]))
+        return Recipe(recipe.steps(), dump_modifiers([recipe]))
     if recipe is None or not isinstance(recipe, (Mapping, list, tuple)):
         raise RecipeError(_not_a_recipe(recipe))
     modifiers = _modifiers(RecipeText(recipe))
@@ -72,11 +72,11 @@ def _modifiers(source: RecipeText) -> list[Modifier]:
         if not isinstance(entry, RecipeEntry):
             problems.append(entry)
         elif isinstance(entry.modifier, Modifier):
-            modifiers.append(entry.modifier)
+            modifiers.extend(entry.modifier.steps())
         else:
             checked = check_options(entry.modifier, entry.options, entry.path)
             if isinstance(checked, Modifier):
-                modifiers.append(checked)
+                modifiers.extend(checked.steps())
             else:
                 problems.extend(checked)
     if problems:
