@@ -19,6 +19,11 @@ from steelyard.aliases import ALIASES
         ("modifiers.quantization.gptq", "GPTQModifier"),
         ("modifiers.gptq", "GPTQModifier"),
         ("modifiers.transform.imatrix", "IMatrixGatherer"),
+        ("modifiers.smoothquant", "SmoothQuantModifier"),
+        ("modifiers.transform.smoothquant", "SmoothQuantModifier"),
+        ("modifiers.logarithmic_equalization", "LogarithmicEqualizationModifier"),
+        ("modifiers.awq", "AWQModifier"),
+        ("modifiers.transform.awq", "AWQModifier"),
     ],
 )
 def test_path_leads_to_the_class(path: str, name: str) -> None:
@@ -36,5 +41,5 @@ def test_both_forms_of_import_give_the_module(path: str) -> None:
 
 
 def test_other_names_are_not_there() -> None:
-    with pytest.raises(AttributeError, match="AWQModifier"):
-        import_module("steelyard.modifiers.quantization").AWQModifier  # noqa: B018
+    with pytest.raises(AttributeError, match="QuIPModifier"):
+        import_module("steelyard.modifiers.quantization").QuIPModifier  # noqa: B018

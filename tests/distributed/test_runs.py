@@ -133,6 +133,10 @@ NUDGED = {"NudgeModifier": {"ignore": ["lm_head"], "config_groups": {"all": grou
 SEEN = {"QuantizationModifier": {"ignore": ["lm_head"], "targets": ["Linear"], "scheme": "FP8"}}
 
 
+AWQ = {"AWQModifier": {"n_grid": 3}, **PLAIN}
+AUTO = {"TransformModifier": {"n_grid": 2, "batches": 3}, **SEEN}
+
+
 def pictures() -> list[dict[str, torch.Tensor]]:
     """Return samples of which the first ranks get some without an image."""
     text = [{"input_ids": batch} for batch in token_batches()[:1]]
@@ -148,6 +152,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gptq": (GPTQ, {}),
     "gptq, in order of activations": (ORDERED, {}),
     "gptq, fused": (FUSED, {}),
+    "awq": (AWQ, {}),
+    "awq, one sample": (AWQ, {"dataset": token_batches()[:1]}),
+    "a measured choice of transforms": (AUTO, {"model": "experts"}),
     "gptq, one sample": (GPTQ, {"dataset": token_batches()[:1]}),
     "gptq, in passes": (GPTQ, {"pipeline": "basic"}),
     "importance": (WEIGHED, {}),

@@ -28,7 +28,7 @@ from steelyard.modifiers.auto_transform import TransformModifier
 
 __all__ = ["AutoTransform"]
 
-_STRENGTHS = (0.3, 0.5, 0.7)  # of SmoothQuant
+_STRENGTHS = (0.4, 0.6, 0.8)  # of SmoothQuant
 _LEAST_GAIN = 0.01  # of the error; a smaller one is within noise
 
 

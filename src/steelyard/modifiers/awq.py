@@ -14,11 +14,11 @@ import torch
 from compressed_tensors.quantization import QuantizationConfig
 from pydantic import Field, field_validator, model_validator
 
-from steelyard.modifiers.balancing import BalancingModifier
+from steelyard.modifiers.balancing import AWQMapping, BalancingModifier
 from steelyard.modifiers.modifier import Modifier
 from steelyard.modifiers.nearest import QuantizationModifier
 
-__all__ = ["AWQModifier"]
+__all__ = ["AWQMapping", "AWQModifier"]
 
 _OWN = ("mappings", "num_calibration_steps", "offload_device", "duo_scaling", "n_grid")
 

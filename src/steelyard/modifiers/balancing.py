@@ -23,6 +23,14 @@ class AWQMapping(BaseModel):
     balance_layers: list[Target] = Field(min_length=1)
     activation_hook_target: str | None = None
 
+    @field_validator("activation_hook_target")
+    @classmethod
+    def _is_not_needed(cls, value: str | None) -> None:
+        if value is not None:
+            raise ValueError(
+                "has no effect here, since inputs are observed at the readers: omit it"
+            )
+
     def __init__(self, *names: Any, **options: Any) -> None:
         """Accept the fields in order, too: AWQMapping("re:.*norm", ["re:.*q_proj"])."""
         super().__init__(**dict(zip(type(self).model_fields, names, strict=False)), **options)
