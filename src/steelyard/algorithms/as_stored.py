@@ -80,8 +80,8 @@ def _rounding(
 ) -> Rounding:
     holder: Any = Module()
     holder.quantization_status = QuantizationStatus.FROZEN
-    qparams = {} if observer is None else observer.get_qparams()
-    for kind, value in qparams.items():
+    found = [] if observer is None else list(observer.get_qparams().items())
+    for kind, value in found:
         if isinstance(value, torch.Tensor):
             stored = getattr(module, f"{base_name}_{kind}", None)
             if stored is not None:

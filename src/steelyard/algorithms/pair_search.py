@@ -19,7 +19,7 @@ from steelyard.algorithms.block import Block
 from steelyard.algorithms.mapped_pairs import mapped_pairs
 from steelyard.algorithms.pair_check import PairCheck
 from steelyard.algorithms.pairs import Pair
-from steelyard.algorithms.tracing import Call, numbers_of, pattern_of, reads, trace
+from steelyard.algorithms.tracing import TracedCall, numbers_of, pattern_of, reads, trace
 
 __all__ = ["Found", "find_pairs"]
 
@@ -37,12 +37,12 @@ def find_pairs(block: Block, mappings: Sequence[tuple[str, Sequence[str]]] | Non
 
     mappings: patterns of sources, each with those of its readers; None finds them
     """
-    found = _Search(block).found(mappings) if len(block) else None
+    found = _PairSearch(block).found(mappings) if len(block) else None
     every = block.ranks.gather(found)
     return next((each for each in every if each is not None), Found())
 
 
-class _Search:
+class _PairSearch:
     """The search in one block, on a rank that has a batch for it."""
 
     def __init__(self, block: Block) -> None:
@@ -105,7 +105,7 @@ class _Search:
 
     # -- norms --------------------------------------------------------------------------------
 
-    def _of_norm(self, call: Call) -> Pair | None:
+    def _of_norm(self, call: TracedCall) -> Pair | None:
         """Return a norm with all modules that read its output, experts without tokens too."""
         size = call.shape[0]
         if call.output.shape[-1] != size:

@@ -12,13 +12,13 @@ from torch.nn import Embedding, Module
 
 from steelyard.algorithms.block import Block
 
-__all__ = ["Call", "numbers_of", "pattern_of", "reads", "trace"]
+__all__ = ["TracedCall", "numbers_of", "pattern_of", "reads", "trace"]
 
 _NUMBER = re.compile(r"\.(\d+)(?=\.)")
 
 
 @dataclass(frozen=True)
-class Call:
+class TracedCall:
     """The first call of a module that holds a weight.
 
     shape: of the weight: (channels,) of a norm, (out, in) of a Linear or a router
@@ -30,9 +30,9 @@ class Call:
     output: torch.Tensor
 
 
-def trace(block: Block) -> dict[str, Call]:
+def trace(block: Block) -> dict[str, TracedCall]:
     """Run this rank's first batch; return the calls of modules with a weight, in order."""
-    calls: dict[str, Call] = {}
+    calls: dict[str, TracedCall] = {}
     with contextlib.ExitStack() as hooks:
         for name, module in block.within.items():
             weight = module._parameters.get("weight")
@@ -46,8 +46,8 @@ def trace(block: Block) -> dict[str, Call]:
                 tensors = [each for each in given if isinstance(each, torch.Tensor)]
                 made = output[0] if isinstance(output, tuple) else output
                 if tensors and name not in calls and isinstance(made, torch.Tensor):
-                    shape = torch.Size(module.weight.shape)  # type: ignore[union-attr,arg-type]
-                    calls[name] = Call(name, shape, tensors[0], made)
+                    shape = torch.Size(module.weight.shape)  # type: ignore[arg-type]
+                    calls[name] = TracedCall(name, shape, tensors[0], made)
 
             hooks.callback(module.register_forward_hook(seen, with_kwargs=True).remove)
         block.forward(0)

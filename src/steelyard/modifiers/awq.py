@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from compressed_tensors.quantization import QuantizationConfig
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from steelyard.modifiers.balancing import AWQMapping, BalancingModifier
 from steelyard.modifiers.modifier import Modifier
@@ -53,11 +53,9 @@ class AWQModifier(BalancingModifier, QuantizationModifier):
         except RuntimeError as error:
             raise ValueError(f"is no device: {str(error).splitlines()[0]}") from None
 
-    @model_validator(mode="after")
-    def _says_how(self) -> AWQModifier:
+    def _says_how(self) -> None:
         if self._quantizes:
             super()._says_how()
-        return self
 
     @property
     def _quantizes(self) -> bool:
@@ -76,8 +74,6 @@ class AWQModifier(BalancingModifier, QuantizationModifier):
         if not self._quantizes:
             return [self]
         given = {name: getattr(self, name) for name in self.model_fields_set}
-        both = {name: given[name] for name in ("targets", "ignore") if name in given}
-        own = {name: value for name, value in given.items() if name in _OWN}
-        rest = {name: value for name, value in given.items() if name not in _OWN}
-        targets = {} if isinstance(self.scheme, str) else {"targets": self.targets}
-        return [AWQModifier(**{**both, **own, **targets}), QuantizationModifier(**rest)]
+        own = {n: value for n, value in given.items() if n in (*_OWN, "targets", "ignore")}
+        rest = {n: value for n, value in given.items() if n not in _OWN}
+        return [AWQModifier(**own), QuantizationModifier(**rest)]
