@@ -20,10 +20,12 @@ from steelyard.algorithms.mapped_pairs import mapped_pairs
 from steelyard.algorithms.pair_check import PairCheck
 from steelyard.algorithms.pairs import Pair
 from steelyard.algorithms.tracing import TracedCall, numbers_of, pattern_of, reads, trace
+from steelyard.distributed import sendable
 
 __all__ = ["Found", "find_pairs"]
 
 
+@sendable
 @dataclass
 class Found:
     """The pairs of a block, and the modules that none balances: name -> reason."""

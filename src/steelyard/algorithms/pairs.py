@@ -18,10 +18,12 @@ from typing import Any
 import torch
 
 from steelyard.algorithms.block import Block
+from steelyard.distributed import sendable
 
 __all__ = ["Folded", "Pair", "folded"]
 
 
+@sendable
 @dataclass(frozen=True)
 class Pair:
     """Modules of one block, by name.
