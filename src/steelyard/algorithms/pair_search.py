@@ -41,7 +41,9 @@ def find_pairs(block: Block, mappings: Sequence[tuple[str, Sequence[str]]] | Non
     """
     found = _PairSearch(block).found(mappings) if len(block) else None
     every = block.ranks.gather(found)
-    return next((each for each in every if each is not None), Found())
+    wide = [name for name, module in block.modules.items() if _width(module) is not None]
+    unreached = Found(unbalanced=dict.fromkeys(wide, "no calibration batch reaches its layer"))
+    return next((each for each in every if each is not None), unreached)
 
 
 class _PairSearch:
