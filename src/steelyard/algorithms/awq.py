@@ -9,7 +9,7 @@ than no factor.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -39,35 +39,41 @@ class AWQ(Balancing):
         found = best_factor(block, pair, state, self.modifier.n_grid, self.modifier.duo_scaling)
         if found is None:
             return None
-        factor, before, after = found
-        if after.held_out >= before.held_out:
+        factor, ratios = found
+        if max(ratios) > 1:
             return None
-        state.gains.append((before.held_out, after.held_out))
+        state.gains.append((1.0, sum(ratios) / len(ratios)))
         return factor
 
 
 def best_factor(
     block: Block, pair: Pair, state: BalancingState, n_grid: int, duo_scaling: bool | str
-) -> tuple[torch.Tensor, PairError, PairError] | None:
+) -> tuple[torch.Tensor, list[float]] | None:
     """Return the factor with the least error on the first half of the sample.
 
-    Also the errors of no factor, and of that one. None if no token reached the pair, or none is
-    better. The ranks divide the candidates among themselves.
+    The error of each reader counts relative to its error without a factor: that of v is not drowned
+    by that of q and k. Also returns these ratios on the other half. None if no token reached the
+    pair, or no factor is better than none. The ranks divide the candidates among themselves.
     """
     factors = list(awq_factors(block, pair, state, n_grid, duo_scaling))
     if not factors:
         return None
     factors.insert(0, torch.ones_like(factors[0]))
     errors = _errors(block, pair, state, factors)
-    allowed = [i for i, (_, source) in enumerate(errors) if source <= errors[0][1]]
-    best = min(allowed, key=lambda i: errors[i][0].fit)
-    return (factors[best], errors[0][0], errors[best][0]) if best else None
+    plain, source = errors[0]
+    allowed = [i for i, (_, own) in enumerate(errors) if own <= source]
+    best = min(allowed, key=lambda i: sum(_ratios(errors[i][0].fit, plain.fit)))
+    return (factors[best], _ratios(errors[best][0].held_out, plain.held_out)) if best else None
+
+
+def _ratios(errors: Mapping[str, float], plain: Mapping[str, float]) -> list[float]:
+    return [errors[kind] / plain[kind] if plain[kind] else 1.0 for kind in plain]
 
 
 def _errors(
     block: Block, pair: Pair, state: BalancingState, factors: Sequence[torch.Tensor]
 ) -> list[tuple[PairError, float]]:
-    def error(factor: torch.Tensor) -> tuple[float, float, float]:
+    def error(factor: torch.Tensor) -> tuple[dict[str, float], dict[str, float], float]:
         candidate = folded(block, pair, factor)
         found = pair_error(block, pair, state, candidate)
         return found.fit, found.held_out, source_error(block, pair, candidate)

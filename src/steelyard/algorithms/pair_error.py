@@ -19,14 +19,16 @@ _ROWWISE = ("channel", "group")  # strategies whose codes stay if a row is scale
 
 @dataclass(frozen=True)
 class PairError:
-    """Squared errors of the readers' outputs.
+    """Squared errors of the readers' outputs, by the last part of their names.
+
+    Those of all experts are added up, since many get few tokens.
 
     fit:      on the half of the sample that importance comes from
     held_out: on the other half
     """
 
-    fit: float
-    held_out: float
+    fit: dict[str, float]
+    held_out: dict[str, float]
 
 
 def is_quantized(block: Block, name: str) -> bool:
@@ -37,7 +39,7 @@ def is_quantized(block: Block, name: str) -> bool:
 @torch.no_grad()
 def pair_error(block: Block, pair: Pair, state: BalancingState, folded: Folded) -> PairError:
     """Return the error of all quantized readers, over all inputs of the pair."""
-    errors = [0.0, 0.0]
+    errors: tuple[dict[str, float], dict[str, float]] = ({}, {})
     for statistics, names in state.statistics(pair):
         names = [name for name in names if is_quantized(block, name)]
         halves = statistics.halves(block.device)
@@ -54,7 +56,8 @@ def pair_error(block: Block, pair: Pair, state: BalancingState, folded: Folded) 
             for i, (rows, own) in enumerate(zip(halves, divided, strict=True)):
                 x = own if rounding is None else rounding(own)
                 off = x @ rounded[name].T - rows @ before.T
-                errors[i] += float(off.square().sum(dtype=torch.float64))
+                kind, error = name.rpartition(".")[2], off.square().sum(dtype=torch.float64)
+                errors[i][kind] = errors[i].get(kind, 0.0) + float(error)
     return PairError(*errors)
 
 
