@@ -336,9 +336,27 @@ def activation_speed_table(found: dict) -> str:
     return "\n".join(lines)
 
 
+def transforms_table(found: dict) -> str:
+    lines = [
+        f"{found['model']}, {found['samples']} calibration samples; "
+        f"{found['machine']['processor']}.",
+        "",
+        "| scheme | transform | KL divergence | CPU, s |",
+        "|---|---|---|---|",
+    ]
+    for name, row in found["results"].items():
+        scheme, _, step = name.partition(": ")
+        kl = next(each for each in row.values() if isinstance(each, dict))
+        lines.append(
+            f"| {scheme} | {step} | {kl['kl']:.4f} ± {kl['error']:.4f} | {row['cpu_seconds']:.0f} |"
+        )
+    return "\n".join(lines)
+
+
 TABLES = {
     "activations": activations_table,
     "activation-speed": activation_speed_table,
+    "transforms": transforms_table,
     "ranks": ranks_table,
     "gptq": gptq_table,
     "solve": gptq_solve_table,

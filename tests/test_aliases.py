@@ -22,6 +22,11 @@ from steelyard.modifiers.not_implemented import NOT_IMPLEMENTED
         ("modifiers.quantization.gptq", "GPTQModifier"),
         ("modifiers.gptq", "GPTQModifier"),
         ("modifiers.transform.imatrix", "IMatrixGatherer"),
+        ("modifiers.smoothquant", "SmoothQuantModifier"),
+        ("modifiers.transform.smoothquant", "SmoothQuantModifier"),
+        ("modifiers.logarithmic_equalization", "LogarithmicEqualizationModifier"),
+        ("modifiers.awq", "AWQModifier"),
+        ("modifiers.transform.awq", "AWQModifier"),
     ],
 )
 def test_path_leads_to_the_class(path: str, name: str) -> None:

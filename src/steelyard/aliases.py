@@ -23,11 +23,15 @@ ALIASES = {
     # what `from steelyard.modifiers.quantization import calibration` looks for
     "steelyard.modifiers.calibration": "steelyard.observers.calibration",
     "steelyard.modifiers.imatrix": "steelyard.modifiers.importance",
+    "steelyard.modifiers.logarithmic_equalization": "steelyard.modifiers.smoothing",
     "steelyard.modifiers.quantization": "steelyard.modifiers",
     "steelyard.modifiers.quantization.calibration": "steelyard.observers.calibration",
     "steelyard.modifiers.quantization.gptq": "steelyard.modifiers.gptq",
+    "steelyard.modifiers.smoothquant": "steelyard.modifiers.smoothing",
     "steelyard.modifiers.transform": "steelyard.modifiers",
+    "steelyard.modifiers.transform.awq": "steelyard.modifiers.awq",
     "steelyard.modifiers.transform.imatrix": "steelyard.modifiers.importance",
+    "steelyard.modifiers.transform.smoothquant": "steelyard.modifiers.smoothing",
 }
 """Alias -> module."""
 

@@ -181,7 +181,7 @@ def test_gradients_inside_one_block(source: Path) -> None:
     assert checked == ["model.layers.1"]
 
 
-@pytest.mark.parametrize("need", ["originals", "gradients"])
+@pytest.mark.parametrize("need", ["originals", "gradients", "layers"])
 def test_a_model_as_a_whole_has_no_blocks(need: str, source: Path) -> None:
     kind, _ = noting(Needs(**{need: True}))
     with pytest.raises(

@@ -150,6 +150,11 @@ NUDGED = {"NudgeModifier": {"ignore": ["lm_head"], "config_groups": {"all": grou
 SEEN = {"QuantizationModifier": {"ignore": ["lm_head"], "targets": ["Linear"], "scheme": "FP8"}}
 
 
+SOME = ["re:.*layers.0.*(q|up|down)_proj$"]
+AWQ = {"AWQModifier": {"n_grid": 3, "targets": SOME}, **PLAIN}
+AUTO = {"TransformModifier": {"n_grid": 2, "batches": 3, "targets": SOME}, **SEEN}
+
+
 def pictures() -> list[dict[str, torch.Tensor]]:
     """Return samples of which the first ranks get some without an image."""
     text = [{"input_ids": batch} for batch in token_batches()[:1]]
@@ -171,6 +176,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gptq": (GPTQ, {}),
     "gptq, in order of activations": (ORDERED, {}),
     "gptq, fused": (FUSED, {}),
+    "awq, one sample": (AWQ, {"model": "experts", "dataset": token_batches()[:1]}),
+    "a measured choice of transforms": (AUTO, {}),
     "gptq, one sample": (GPTQ, {"dataset": token_batches()[:1]}),
     "gptq, in passes": (GPTQ, {"pipeline": "basic"}),
     "autoround": (TUNED, {}),

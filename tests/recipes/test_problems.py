@@ -264,7 +264,7 @@ def test_what_is_no_recipe(recipe: Any, told: str) -> None:
     ("name", "remedy"),
     [
         ("QuantizationModifier", "from steelyard.modifiers import QuantizationModifier"),
-        ("AWQModifier", "AWQModifier is not implemented yet; use GPTQModifier"),
+        ("QuIPModifier", "QuIPModifier is not implemented yet; use GPTQModifier"),
         ("OtherModifier", "steelyard has .*QuantizationModifier"),
     ],
 )

@@ -95,12 +95,16 @@ class Block:
                 if parameter is not None and parameter.device.type != "meta":
                     yield f"{path}.{leaf}".strip(".")
 
-    def tensor(self, name: str) -> torch.Tensor:
+    def parameter(self, name: str) -> Parameter:
         """Return a parameter by its name in the model."""
         module, leaf = self._place(name)
         parameter = module._parameters[leaf]
         assert parameter is not None
-        return parameter.data
+        return parameter
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return the values of a parameter by its name in the model."""
+        return self.parameter(name).data
 
     def change(self, name: str, value: torch.Tensor) -> None:
         """Replace a parameter; it keeps its dtype."""

@@ -10,6 +10,7 @@ from typing import Any
 from steelyard.algorithms import Seen
 from steelyard.distributed import Ranks, ThreadPool
 from steelyard.engine.block_work import Moment, Work
+from steelyard.observers.padding import padding_mask
 
 __all__ = ["observe"]
 
@@ -37,7 +38,9 @@ def observe(
         return noted.get()
 
     def note(number: int, place: str, name: str, value: Any) -> None:
-        now = current.get()
+        now, mask = current.get(), padding_mask()
+        if place == "input" and mask is not None and value.shape[:2] == mask.shape:
+            value = value[mask.to(value.device)]
         seen = Seen(place, (name,), value, now.batch, now.partial_sum, now.turn)
         noted.get().append((number, seen))
 

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from compressed_tensors.quantization import QuantizationConfig, disable_quantization
+from compressed_tensors.quantization import QuantizationConfig
 from torch.nn import Module
 
 from steelyard.data.samples import Inputs, Samples
@@ -24,6 +24,7 @@ from steelyard.engine.identity import digest_of, identity_of
 from steelyard.engine.idle_options import idle_notes
 from steelyard.engine.output import Output
 from steelyard.engine.planning import plan_run, streams
+from steelyard.engine.prepared_model import prepare_model
 from steelyard.engine.prepared_options import prepared
 from steelyard.engine.rank_agreement import check_alike
 from steelyard.engine.result import Result
@@ -34,12 +35,9 @@ from steelyard.engine.saved_files import check_saved_files
 from steelyard.engine.statistics import RunStatistics
 from steelyard.errors import PlanError
 from steelyard.formats import DENSE
-from steelyard.model.applied_schemes import apply_schemes
-from steelyard.model.experts import Experts
 from steelyard.model.model_folder import model_name
 from steelyard.model.source import Source
 from steelyard.observers.calibration import Calibration
-from steelyard.plan.plan import Plan
 from steelyard.plan.tied_weights import untying_notes
 from steelyard.recipes import load_recipe
 
@@ -150,7 +148,7 @@ class OneshotRun:
         if self.streamed:
             run.stream()
         else:
-            _prepare_model(source.model, plan, self.options.moe_calibrate_all_experts)
+            prepare_model(source.model, plan, self.options.moe_calibrate_all_experts)
             self.statistics.check(source.model, _beginning(run), self.result.notes)
             if self.samples is None:
                 run.weights_only()
@@ -281,21 +279,6 @@ def _observes_only(options: Options, source: Source) -> bool:
 
 def _batches(samples: Samples | None) -> Sequence[Inputs]:
     return () if samples is None else samples.batches
-
-
-def _prepare_model(model: Module, plan: Plan, all_tokens: bool) -> None:
-    """Apply schemes to the modules; a module runs unquantized until it is calibrated.
-
-    all_tokens: whether input ranges of experts cover all tokens
-    """
-    model.eval()
-    for module in model.modules():
-        if isinstance(module, Experts):
-            module.all_tokens = all_tokens
-    left = [*plan.config.ignore, *(item.name for item in plan.left)]
-    groups = {planned.name: planned.group for planned in plan.quantized}
-    apply_schemes(model, plan.config.model_copy(update={"ignore": left}), groups)
-    model.apply(disable_quantization)
 
 
 def _beginning(run: Run) -> Callable[[Calibration], object]:

@@ -276,11 +276,10 @@ class Output:
     def _carry_from_model(self) -> None:
         """Write the files of a loaded model: those of its folder, its generation config."""
         assert self.writer is not None
-        model = self.source.model
         origin = self.source.origin
         if origin is not None and (origin / "config.json").is_file():
             self.writer.carry_files(origin)
-        generation = getattr(model, "generation_config", None)
+        generation = getattr(self.source.model, "generation_config", None)
         if generation is not None:
             with tempfile.TemporaryDirectory() as temporary:
                 generation.save_pretrained(temporary)
@@ -290,9 +289,9 @@ class Output:
     def _carry_tokenizer(self) -> None:
         """Write the tokenizer passed by the caller, if any."""
         assert self.writer is not None
-        if self.tokenizer is None:
-            return
         given = self.tokenizer
+        if given is None:
+            return
         if isinstance(given, (str, Path)) and Path(given).is_dir():
             self.writer.carry_tokenizer(Path(given))
             return

@@ -131,7 +131,7 @@ def _needs_of_blocks(options: Options, algorithms: Sequence[Algorithm]) -> list[
         f'{type(algorithm.modifier).__name__} works block by block, but pipeline="basic" runs '
         "the model as a whole: remove the pipeline option"
         for algorithm in algorithms
-        if algorithm.needs.originals or algorithm.needs.gradients or algorithm.needs.tuning
+        if algorithm.needs.blocks
     ]
 
 

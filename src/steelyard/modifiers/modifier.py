@@ -76,6 +76,10 @@ class Modifier(BaseModel, metaclass=_Refusing):
         """Return targets and schemes; None for a modifier that quantizes nothing."""
         return None
 
+    def steps(self) -> list[Modifier]:
+        """Return the steps that this one stands for; most are a single step."""
+        return [self]
+
     def checks(self, plan: Any, model: Any) -> Iterator[str]:
         """Yield errors of a plan for `model`, one sentence each."""
         return iter(())

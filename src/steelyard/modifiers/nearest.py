@@ -142,7 +142,11 @@ class QuantizationModifier(Modifier):
         return value
 
     @model_validator(mode="after")
-    def _says_how(self) -> QuantizationModifier:
+    def _is_complete(self) -> QuantizationModifier:
+        self._says_how()
+        return self
+
+    def _says_how(self) -> None:
         if self.scheme is not None and self.config_groups is not None:
             raise ValueError("give either scheme or config_groups, not both")
         self._refuse_idle_targets()
@@ -151,7 +155,6 @@ class QuantizationModifier(Modifier):
         if not self._groups() and self.kv_cache_scheme is None:
             raise ValueError(f"give one of {', '.join(self._ways)} and kv_cache_scheme")
         self.config  # noqa: B018  # raise its errors now
-        return self
 
     def _refuse_idle_targets(self) -> None:
         if isinstance(self.scheme, str) or self.targets == ["Linear"]:

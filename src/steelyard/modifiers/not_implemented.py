@@ -4,14 +4,10 @@ from __future__ import annotations
 
 __all__ = ["NOT_IMPLEMENTED", "not_implemented"]
 
-_SCALED = "GPTQModifier, or QuantizationModifier with the observer optimal and an IMatrixGatherer"
 _ROTATED = "GPTQModifier, or run llm-compressor first and quantize its output"
 _PRUNED = "llm-compressor to prune, and quantize its output"
 
 NOT_IMPLEMENTED = {
-    "AWQModifier": _SCALED,
-    "SmoothQuantModifier": _SCALED,
-    "LogarithmicEqualizationModifier": _SCALED,
     "SpinQuantModifier": _ROTATED,
     "QuIPModifier": _ROTATED,
     "SparseGPTModifier": _PRUNED,

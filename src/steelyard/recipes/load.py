@@ -94,7 +94,7 @@ def load_recipe(recipe: Any, stage: str | None = None) -> Recipe:
     if isinstance(recipe, Recipe):
         return recipe
     if isinstance(recipe, Modifier):
-        return Recipe([recipe], dump_modifiers([recipe]))
+        return Recipe(recipe.steps(), dump_modifiers([recipe]))
     if not isinstance(recipe, (list, tuple)):
         raise RecipeError(_not_a_recipe(recipe))
     modifiers = _modifiers(RecipeText(recipe))
@@ -132,11 +132,11 @@ def _modifiers(source: RecipeText) -> list[Modifier]:
         if not isinstance(entry, RecipeEntry):
             problems.append(entry)
         elif isinstance(entry.modifier, Modifier):
-            modifiers.append(entry.modifier)
+            modifiers.extend(entry.modifier.steps())
         else:
             checked = check_options(entry.modifier, entry.options, entry.path)
             if isinstance(checked, Modifier):
-                modifiers.append(checked)
+                modifiers.extend(checked.steps())
             else:
                 problems.extend(checked)
     if problems:

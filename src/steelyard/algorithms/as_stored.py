@@ -1,0 +1,99 @@
+"""Modules as they will be stored: weights and inputs rounded by the scheme that they have.
+
+Scales come from the observers that the scheme names. Layers that the server fuses agree on a scale
+if the format has one for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs, QuantizationStatus
+from compressed_tensors.quantization.lifecycle.forward import forward_quantize
+from torch.nn import Module
+
+from steelyard.fusion import fused_groups, shared_parameter
+from steelyard.names import default_observer
+from steelyard.observers import Observer
+from steelyard.observers.importance_base import ImportanceObserver
+from steelyard.observers.steps import args_for
+
+__all__ = ["Rounding", "rounded_inputs", "rounded_weights"]
+
+Rounding = Callable[[torch.Tensor], torch.Tensor]
+
+
+@torch.no_grad()
+def rounded_weights(
+    modules: Mapping[str, Module],
+    weights: Mapping[str, torch.Tensor],
+    squares: Mapping[str, tuple[torch.Tensor, int]],
+) -> dict[str, torch.Tensor]:
+    """Return the dequantized weights of modules, in fp32; those without a scheme as they are.
+
+    weights: by module, in the type that they are stored in
+    squares: the sum of x^2 of each column and the number of tokens, for observers that use it
+    """
+    quantized = {n: a for n in weights if (a := args_for(modules[n], "weight")) is not None}
+    observers = {name: _observer(args, "weight") for name, args in quantized.items()}
+    for group in fused_groups(observers):
+        if shared_parameter(quantized[group[0]], "weight") is not None:
+            Observer.fuse([observers[name] for name in group])
+    for name, observer in observers.items():
+        if isinstance(observer, ImportanceObserver) and name in squares:
+            observer.add_importance(*squares[name])
+        observer(weights[name])
+    return {
+        name: _rounding(modules[name], "weight", quantized[name], observers[name])(weight.float())
+        if name in observers
+        else weight.float()
+        for name, weight in weights.items()
+    }
+
+
+@torch.no_grad()
+def rounded_inputs(module: Module, x: torch.Tensor, ranges: torch.Tensor) -> Rounding | None:
+    """Return a function that rounds inputs of a module; None if its scheme does not.
+
+    x:      (tokens, channels), a sample of its inputs, for the observer of a static scale
+    ranges: (2, channels), the smallest and largest values over all inputs
+    """
+    args = args_for(module, "input")
+    if args is None:
+        return None
+    if args.dynamic is True:
+        return _rounding(module, "input", args, None)
+    observer = _observer(args, "input")
+    observer(torch.cat([x, ranges.to(x)])[None])
+    return _rounding(module, "input", args, observer)
+
+
+def _observer(args: QuantizationArgs, base_name: str) -> Observer:
+    name = args.observer or default_observer(base_name)
+    return Observer.load_from_registry(name, base_name=base_name, args=args)
+
+
+def _rounding(
+    module: Module, base_name: str, args: QuantizationArgs, observer: Observer | None
+) -> Rounding:
+    holder: Any = Module()
+    holder.quantization_status = QuantizationStatus.FROZEN
+    found = [] if observer is None else list(observer.get_qparams().items())
+    for kind, value in found:
+        if isinstance(value, torch.Tensor):
+            stored = getattr(module, f"{base_name}_{kind}", None)
+            if stored is not None:
+                value = value.to(stored.dtype).reshape(stored.shape)
+            setattr(holder, f"{base_name}_{kind}", value)
+    batched = base_name != "weight"
+
+    def rounded(value: torch.Tensor) -> torch.Tensor:
+        flat = batched and value.ndim == 2
+        result: torch.Tensor = forward_quantize(
+            holder, value[None] if flat else value, base_name, args
+        )
+        return (result[0] if flat else result).to(value.dtype)
+
+    return rounded

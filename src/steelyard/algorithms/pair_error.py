@@ -1,0 +1,81 @@
+"""The error of a pair's readers as they would be stored, on a sample of their inputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from steelyard.algorithms.as_stored import rounded_inputs, rounded_weights
+from steelyard.algorithms.balancing import BalancingState
+from steelyard.algorithms.block import Block
+from steelyard.algorithms.pairs import Folded, Pair
+from steelyard.observers.steps import args_for
+
+__all__ = ["PairError", "is_quantized", "pair_error", "source_error"]
+
+_ROWWISE = ("channel", "group")  # strategies whose codes stay if a row is scaled
+
+
+@dataclass(frozen=True)
+class PairError:
+    """Squared errors of the readers' outputs, by the last part of their names.
+
+    Those of all experts are added up, since many get few tokens.
+
+    fit:      on the half of the sample that importance comes from
+    held_out: on the other half
+    """
+
+    fit: dict[str, float]
+    held_out: dict[str, float]
+
+
+def is_quantized(block: Block, name: str) -> bool:
+    module = block.within[name]
+    return any(args_for(module, base) is not None for base in ("weight", "input"))
+
+
+@torch.no_grad()
+def pair_error(block: Block, pair: Pair, state: BalancingState, folded: Folded) -> PairError:
+    """Return the error of all quantized readers, over all inputs of the pair."""
+    errors: tuple[dict[str, float], dict[str, float]] = ({}, {})
+    for statistics, names in state.statistics(pair):
+        names = [name for name in names if is_quantized(block, name)]
+        halves = statistics.halves(block.device)
+        columns = folded.columns
+        divided = [rows / columns for rows in halves]
+        squares = divided[0].square().sum(0), len(divided[0])
+        weights = {name: folded.tensors[f"{name}.weight"] for name in names}
+        rounded = rounded_weights(block.within, weights, dict.fromkeys(names, squares))
+        assert statistics.smallest is not None and statistics.largest is not None
+        ranges = torch.stack([statistics.smallest, statistics.largest]).float() / columns
+        for name in names:
+            rounding = rounded_inputs(block.within[name], divided[0], ranges)
+            before = block.tensor(f"{name}.weight").float()
+            for i, (rows, own) in enumerate(zip(halves, divided, strict=True)):
+                x = own if rounding is None else rounding(own)
+                off = x @ rounded[name].T - rows @ before.T
+                kind, error = name.rpartition(".")[2], off.square().sum(dtype=torch.float64)
+                errors[i][kind] = errors[i].get(kind, 0.0) + float(error)
+    return PairError(*errors)
+
+
+@torch.no_grad()
+def source_error(block: Block, pair: Pair, folded: Folded) -> float:
+    """Return the error that a pair's source has besides its readers', in the units of its output.
+
+    0 for norms, and where each row has its own scale, which a factor on the row leaves the same.
+    """
+    args = args_for(block.within[pair.source], "weight")
+    if args is None or args.strategy in _ROWWISE:
+        return 0.0
+    name = f"{pair.source}.weight"
+    weight = folded.tensors[name]
+    rounded = rounded_weights(block.within, {pair.source: weight}, {})[pair.source]
+    scale = torch.ones(len(weight), device=weight.device)
+    before = block.tensor(name).float().abs().amax(1)
+    after = weight.float().abs().amax(1)
+    scale = torch.where(after > 0, before / after, scale)
+    off = (rounded - weight.float()) * scale[:, None]
+    return float(off.square().sum(dtype=torch.float64))
