@@ -224,32 +224,48 @@ def streaming_table(found: dict) -> str:
     return "\n".join(lines)
 
 
+SIDES = {"peer": "llm-compressor", "tuner": "AutoRound", "ours": "ours"}
+
+
 def gptq_table(found: dict) -> str:
-    plain = found["results"][0]["plain"]
-    imports = {side: found["imports"][side] for side in ("peer", "ours")}
+    texts = list(found["plain"])
+    before = " and ".join(f"{found['plain'][t]['perplexity']:.3f} ({t})" for t in texts)
+    packages = {"peer": "llmcompressor", "tuner": "auto-round"}
+    peers = [
+        f"{SIDES[side]} {version[packages[side]]}"
+        for side, version in found["versions"].items()
+        if side in packages
+    ]
+    imports = [f"{SIDES[s]} {found['imports'][s]['cpu']:.1f} s" for s in found["imports"]]
     lines = [
         f"{found['model']}, groups of {found['group']}; calibrated on {found['calibration']}; "
-        f"perplexity {plain['perplexity']:.3f} before; {found['machine']['processor']}, "
-        f"{found['machine']['cores']} cores; llm-compressor "
-        f"{found['versions']['peer']['llmcompressor']}. Imports alone take "
-        f"{imports['peer']['wall']:.1f} s there and {imports['ours']['wall']:.1f} s here.",
+        f"perplexity {before} before; {found['machine']['processor']}, "
+        f"{found['machine']['cores']} cores; {', '.join(peers)}. Imports alone take, in CPU time: "
+        f"{', '.join(imports)}.",
         "",
-        "| row | | wall, s | CPU, s | peak, MB | KL divergence | perplexity | faster | CPU "
-        "| without imports |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        f"| row | | wall, s | CPU, s | peak, MB | {' | '.join(f'KL, {t} | perplexity' for t in texts)} "
+        "| CPU, of ours | without imports |",
+        "|---" * (7 + 2 * len(texts)) + "|",
     ]
+    rows: dict[tuple[str, int], dict[str, dict]] = {}
     for r in found["results"]:
-        for side, label in (("peer", "llm-compressor"), ("ours", "ours")):
-            best = r[side]
-            cells = [r["row"] if side == "peer" else "", label]
-            cells += [f"{best['wall']:.1f}", f"{best['cpu']:.1f}", f"{best['peak'] / 1e6:.0f}"]
-            cells += [f"{best['kl']:.4f}", f"{best['perplexity']:.3f}"]
-            if side == "ours":
-                bare = {s: r[s]["cpu"] - imports[s]["cpu"] for s in imports}
-                cells += [f"{r['peer'][key] / best[key]:.2f}x" for key in ("wall", "cpu")]
-                cells += [f"{bare['peer'] / bare['ours']:.2f}x"]
+        rows.setdefault((r["row"], r["draw"]), {})[r["side"]] = r
+    for (name, draw), sides in rows.items():
+        label = name if draw == 0 else f"{name}, draw {draw + 1}"
+        for side in (s for s in SIDES if s in sides):
+            run, ours = sides[side], sides.get("ours")
+            cells = [label, SIDES[side], f"{run['wall']:.1f}", f"{run['cpu']:.1f}"]
+            cells += [f"{run['peak'] / 1e6:.0f}"]
+            label = ""
+            for text in texts:
+                value = run["texts"][text]
+                error = f" ± {value['error']:.4f}" if "error" in value else ""
+                cells += [f"{value['kl']:.4f}{error}", f"{value['perplexity']:.3f}"]
+            if ours is None or side == "ours":
+                cells += ["", ""]
             else:
-                cells += ["", "", ""]
+                bare = [r["cpu"] - found["imports"][r["side"]]["cpu"] for r in (run, ours)]
+                cells += [f"{run['cpu'] / ours['cpu']:.2f}x", f"{bare[0] / bare[1]:.2f}x"]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
