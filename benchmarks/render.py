@@ -243,8 +243,8 @@ def gptq_table(found: dict) -> str:
         f"{found['machine']['cores']} cores; {', '.join(peers)}. Imports alone take, in CPU time: "
         f"{', '.join(imports)}.",
         "",
-        f"| row | | wall, s | CPU, s | peak, MB | {' | '.join(f'KL, {t} | perplexity' for t in texts)} "
-        "| CPU, of ours | without imports |",
+        "| row | | wall, s | CPU, s | peak, MB "
+        f"| {' | '.join(f'KL, {t} | perplexity' for t in texts)} | CPU, of ours | without imports |",
         "|---" * (7 + 2 * len(texts)) + "|",
     ]
     rows: dict[tuple[str, int], dict[str, dict]] = {}
