@@ -244,7 +244,8 @@ def gptq_table(found: dict) -> str:
         f"{', '.join(imports)}.",
         "",
         "| row | | wall, s | CPU, s | peak, MB "
-        f"| {' | '.join(f'KL, {t} | perplexity' for t in texts)} | CPU, of ours | without imports |",
+        f"| {' | '.join(f'KL, {t} | perplexity' for t in texts)} "
+        "| CPU, of ours | without imports |",
         "|---" * (7 + 2 * len(texts)) + "|",
     ]
     rows: dict[tuple[str, int], dict[str, dict]] = {}
