@@ -1,8 +1,9 @@
 # Every target starts from a bare checkout: it makes the environment that it needs, once, and
 # again when something that the environment is built from has changed.
 
+# Three workers for two cores, since many tests wait for processes of their own.
 PYTHON ?= python3
-WORKERS ?= 2
+WORKERS ?= 3
 
 VENV := .venv
 OLDEST := .venv-oldest

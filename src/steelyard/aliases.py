@@ -36,10 +36,9 @@ ALIASES = {
 """Alias -> module."""
 
 _OF_MODIFIERS = (
-    *("autoround", "autoround.base", "awq", "awq.base", "logarithmic_equalization", "obcq"),
-    *("pruning", "pruning.constant", "pruning.magnitude", "pruning.sparsegpt", "pruning.wanda"),
-    *("smoothquant", "smoothquant.base", "spinquant", "transform.awq", "transform.quip"),
-    *("transform.smoothquant", "transform.spinquant", "quantization.quantization"),
+    *("obcq", "pruning", "pruning.constant", "pruning.magnitude", "pruning.sparsegpt"),
+    *("pruning.wanda", "quantization.quantization", "spinquant", "transform.quip"),
+    "transform.spinquant",
 )
 FORWARDED = {
     "steelyard.core": "steelyard.sessions",

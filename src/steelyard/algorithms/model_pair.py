@@ -16,7 +16,7 @@ from steelyard.model.layer_gradients import Gradients, LayerGradients, Trace, su
 from steelyard.model.layerwise import DTYPE, HiddenStates, LayerwiseModel, default_memory
 from steelyard.model.opening import open_model
 
-__all__ = ["REVERSE", "ModelPair", "Pair"]
+__all__ = ["REVERSE", "ModelPair", "SamplePair"]
 
 REVERSE = 3.0  # cost of a layer in reverse, relative to forward
 _PROJECTED = 1 << 22  # logits of one model and thread computed at a time
@@ -25,7 +25,7 @@ Advance = Callable[..., None]
 
 
 @dataclass(frozen=True)
-class Pair:
+class SamplePair:
     """One sample in the original and in the quantized model."""
 
     base: Trace
@@ -52,7 +52,7 @@ class ModelPair:
         """Number of positions whose logits are computed at a time."""
         return max(1, _PROJECTED // self.base.model.vocab_size)
 
-    def start(self, pairs: Sequence[Pair], held: HiddenStates, advance: Advance) -> None:
+    def start(self, pairs: Sequence[SamplePair], held: HiddenStates, advance: Advance) -> None:
         """Run the original, and record the calls of the quantized model."""
         self.base.forward([each.base for each in pairs], held, False, _times(advance, len(pairs)))
         quantized = [each.quantized for each in pairs]
@@ -62,7 +62,7 @@ class ModelPair:
                 self.quantized.require_gradients(sample)
                 sample.outputs.clear()
 
-    def divergences(self, pairs: Sequence[Pair], advance: Advance) -> list[float]:
+    def divergences(self, pairs: Sequence[SamplePair], advance: Advance) -> list[float]:
         """Return KL(original || quantized) of each sample, the mean over its tokens."""
         quantized = [each.quantized for each in pairs]
         with self._held(quantized, 1) as held:
@@ -71,7 +71,7 @@ class ModelPair:
                 calls = [functools.partial(self._divergence, each) for each in pairs]
                 return self.pool.do(enumerate(calls))
 
-    def _divergence(self, pair: Pair) -> float:
+    def _divergence(self, pair: SamplePair) -> float:
         total = 0.0
         with torch.no_grad():
             for start in range(0, pair.base.tokens, self._step):
@@ -88,7 +88,7 @@ class ModelPair:
                 total += float((log_p.exp() * (log_p - log_q)).sum())
         return total / pair.base.tokens
 
-    def gradients(self, pairs: Sequence[Pair], advance: Advance) -> Gradients:
+    def gradients(self, pairs: Sequence[SamplePair], advance: Advance) -> Gradients:
         """Return the gradients of the mean divergence over all tokens of some samples."""
         quantized = [each.quantized for each in pairs]
         tokens = sum(each.base.tokens for each in pairs)

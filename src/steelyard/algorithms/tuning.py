@@ -19,7 +19,7 @@ import torch
 from steelyard.algorithms.algorithm import Algorithm, Needs
 from steelyard.algorithms.finished_checkpoint import FinishedCheckpoint
 from steelyard.algorithms.guard import Guard
-from steelyard.algorithms.model_pair import REVERSE, ModelPair, Pair
+from steelyard.algorithms.model_pair import REVERSE, ModelPair, SamplePair
 from steelyard.algorithms.tunables import MOST, Tunable
 from steelyard.data.samples import Samples
 from steelyard.errors import DataError, NonFiniteError
@@ -69,7 +69,7 @@ class Tuning(Algorithm):
                 f"TuningModifier leaves the scales of {count(len(names), 'module')} such as "
                 f"{names[0]} as they are: {reason}"
             )
-        samples = [Pair(Trace(row), Trace(row)) for row in rows]
+        samples = [SamplePair(Trace(row), Trace(row)) for row in rows]
         held_out = samples[EVERY - 1 :: EVERY]
         trained = [pair for i, pair in enumerate(samples) if i % EVERY != EVERY - 1]
         epochs = self.modifier.epochs

@@ -76,8 +76,9 @@ def share_results(run: Run) -> None:
     """Give the other ranks the results that the first one has updated."""
     if any(algorithm.finishes for algorithm in run.solver.algorithms):
         result = run.result
-        found = (result.modules, result.notes, result.changed)
-        result.modules, result.notes, result.changed = run.ranks.broadcast(found)
+        found = (dict(result.modules), result.notes, result.changed)
+        modules, result.notes, result.changed = run.ranks.broadcast(found)
+        result.modules.update(modules)
 
 
 def _measure(run: Run, folder: Path, tensors: Tensors, changed: Collection[str]) -> None:

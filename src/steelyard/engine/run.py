@@ -94,7 +94,7 @@ class Run:
                 self.show,
             )
             stream.run(self.streamed)
-            for modules in self.ranks.gather(self.result.modules):
+            for modules in self.ranks.gather(dict(self.result.modules)):
                 self.result.modules.update(modules)
         weighed = (p.name for p in plan.quantized if p.scheme.weights is not None)
         self.output.done.update(f"{name}.weight" for name in weighed)

@@ -38,7 +38,6 @@ _IDLE: dict[str, tuple[Any, ...]] = {
     "save_peft_format": (None, True),
     "save_original_format": (None, True),
 }
-PACKED = "pack-quantized"
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -137,8 +136,9 @@ def _fits(name: str, scheme: QuantizationScheme) -> bool:
     # the other formats have one byte per float code, and no second or power-of-two scale
     plain = weights.type == "int" or (weights.num_bits == 8 and weights.scale_dtype is None)
     # packing holds weights alone: vLLM reads W4AFP8 packed, which compressed-tensors never infers
-    packs = name == PACKED and weights.type == "int"
-    takes = format_named(name).compressor.can_compress(torch.nn.Linear, scheme)
+    format = format_named(name)
+    packs = format.is_packed and format.scale_dtype is None and weights.type == "int"
+    takes = format.compressor.can_compress(torch.nn.Linear, scheme)
     return plain and (packs or bool(takes))
 
 

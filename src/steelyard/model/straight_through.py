@@ -46,11 +46,11 @@ def straight_through_inputs(root: Module) -> Iterator[None]:
 
 def _round_input(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     value, *others = args
-    rounded: torch.Tensor = _Rounded.apply(value, module)  # type: ignore[no-untyped-call]
+    rounded: torch.Tensor = _RoundedInput.apply(value, module)  # type: ignore[no-untyped-call]
     return rounded, *others
 
 
-class _Rounded(torch.autograd.Function):
+class _RoundedInput(torch.autograd.Function):
     """The rounded value, with the gradient of the value."""
 
     @staticmethod

@@ -62,7 +62,7 @@ def errors_of(
     yield from _unsupported_attention(plan, model, modules)
     if modifiers and not claims:
         yield "no modifier of the recipe quantizes: add one that does, such as QuantizationModifier"
-    elif modifiers and not plan.quantized and not plan.attention:
+    elif claims and not plan.quantized and not plan.attention:
         yield nothing_quantized(model)
     yield from embedding_errors(plan, model)
     yield from tied_errors(model, plan)
