@@ -144,7 +144,7 @@ def test_padding_does_not_count(source: Path, tmp_path: Path) -> None:
 
 def test_experts(tmp_path: Path) -> None:
     source = saved("qwen3_moe", tmp_path / "m")
-    modifier = AutoRoundModifier(**groups(group_size=16), **NEAREST, ignore=["lm_head"], **FEW)
+    modifier = AutoRoundModifier(**groups(group_size=16), **NEAREST, ignore=["lm_head"], iters=20)
     result = oneshot(source, modifier, data(), tmp_path / "q", **IN_ORDER)
     experts = [m.details for name, m in result.modules.items() if ".experts." in name]
     assert experts and all(d["held_out_loss"][1] < d["held_out_loss"][0] for d in experts)

@@ -4,12 +4,13 @@ GPTQ solves the modules first, one after another, each by the error of its own o
 them are tuned together: offsets of the codes and factors of the scales (`tuned_weight`) move
 against the sign of their gradients (`tuned_block`), by a step that falls linearly to zero.
 
-Every eighth batch is held out. The best of some twenty states on those is kept, and the result of
-GPTQ is one of them, so that tuning never makes a block worse there.
+Every eighth batch is held out. The best of some twenty states on those is kept if it is better than
+the result of GPTQ by more than noise explains, so that tuning never makes a block worse there.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -22,6 +23,7 @@ from torch.nn import Parameter
 from steelyard.algorithms.algorithm import Algorithm, ModuleResult, Needs
 from steelyard.algorithms.block import Block
 from steelyard.algorithms.gptq import GPTQ
+from steelyard.algorithms.guard import is_gain
 from steelyard.algorithms.tuned_block import TunedBlock
 from steelyard.algorithms.tuned_weight import TunedWeight
 from steelyard.checkpoint.figures import module_figures, with_figures
@@ -119,7 +121,7 @@ class AutoRound(GPTQ):
         best: Stored = {name: each.start for name, each in tuned.items()}
         best_step, every = 0, max(iters // _CHECKS, 1)
 
-        def judged(state: Stored) -> float:
+        def judged(state: Stored) -> list[float]:
             run.weights = {name: each.decoded(*state[name]) for name, each in tuned.items()}
             return run.losses(held_out)
 
@@ -137,10 +139,13 @@ class AutoRound(GPTQ):
                 if step % every == 0 or step == iters:
                     state = {name: each.stored() for name, each in tuned.items()}
                     loss = judged(state)
-                    if loss < least:
+                    if math.fsum(loss) < math.fsum(least):
                         best, least, best_step = state, loss, step
                 block.advance(1 / iters, f"tuning {block.name}, step {step} of {iters}")
-        return best, {"held_out_loss": [start, least], "tuning_step": best_step}
+        if not is_gain(start, least):
+            best, least, best_step = {name: each.start for name, each in tuned.items()}, start, 0
+        found = {"held_out_loss": [math.fsum(start), math.fsum(least)], "tuning_step": best_step}
+        return best, found
 
 
 def _samples(hidden: torch.Tensor) -> int:

@@ -10,9 +10,23 @@ import torch
 from steelyard.algorithms.tunables import Tunable
 from steelyard.words import count
 
-__all__ = ["Guard"]
+__all__ = ["Guard", "is_gain", "paired_gain"]
 
 NOISE = 2.0  # standard errors
+
+
+def paired_gain(start: Sequence[float], after: Sequence[float]) -> tuple[float, float]:
+    """Return by how much each sample fell, on average, and the standard error of that."""
+    won = [a - b for a, b in zip(start, after, strict=True)]
+    mean = sum(won) / len(won)
+    variance = sum((each - mean) ** 2 for each in won) / max(len(won) - 1, 1)
+    return mean, math.sqrt(variance / len(won))
+
+
+def is_gain(start: Sequence[float], after: Sequence[float]) -> bool:
+    """Whether samples fell by more than noise explains; a single one need only fall."""
+    mean, error = paired_gain(start, after)
+    return mean > NOISE * error
 
 
 class Guard:
@@ -37,16 +51,11 @@ class Guard:
 
     @property
     def gain(self) -> tuple[float, float]:
-        """The mean of the paired differences, and its standard error."""
-        won = [a - b for a, b in zip(self.start, self.least, strict=True)]
-        mean = sum(won) / len(won)
-        variance = sum((each - mean) ** 2 for each in won) / (len(won) - 1)
-        return mean, math.sqrt(variance / len(won))
+        return paired_gain(self.start, self.least)
 
     @property
     def won(self) -> bool:
-        mean, error = self.gain
-        return mean > NOISE * error
+        return is_gain(self.start, self.least)
 
     def best(self) -> dict[str, torch.Tensor]:
         """Return the tensors of the best epoch that differ from the start; none without a gain."""

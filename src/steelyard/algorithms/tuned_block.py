@@ -78,8 +78,8 @@ class TunedBlock:
         with without_padding(block.padding[index]):
             return real_tokens(error, "output").sum()
 
-    def losses(self, numbers: Collection[int]) -> float:
-        """Return the error of some batches of the run."""
+    def losses(self, numbers: Collection[int]) -> list[float]:
+        """Return the errors of some batches of the run, by their numbers."""
         mine = [number for number in numbers if number in self._own]
 
         def loss(number: int) -> float:
@@ -89,7 +89,7 @@ class TunedBlock:
         found = self.block.pool.do((i, partial(loss, n)) for i, n in enumerate(mine))
         every = self.block.ranks.gather(dict(zip(mine, found, strict=True)))
         by_number = {number: each for found in every for number, each in found.items()}
-        return math.fsum(by_number[number] for number in sorted(by_number))
+        return [by_number[number] for number in sorted(by_number)]
 
     # -- gradients ----------------------------------------------------------------------------
 
