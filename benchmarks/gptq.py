@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from whole_run import asked, least, measured, processor, versions
+from whole_run import asked, least, mean_and_error, measured, processor, versions
 
 SAMPLES, LENGTH, EVALUATED = 64, 512, 16
 HELD_OUT, OTHER = 6_000_000, 100_000  # where evaluation begins, in characters
@@ -247,12 +247,6 @@ def put(folder: str, parameters: dict[str, Any]) -> None:
         with safe_open(file, "pt") as opened:
             for name in set(opened.keys()) & set(parameters):
                 parameters[name].data.copy_(opened.get_tensor(name))
-
-
-def mean_and_error(values: list[float]) -> tuple[float, float]:
-    mean = sum(values) / len(values)
-    spread = math.sqrt(sum((each - mean) ** 2 for each in values) / (len(values) - 1))
-    return mean, spread / math.sqrt(len(values))
 
 
 TASKS = {

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import math
 import os
 import sys
 import tempfile
@@ -21,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from whole_run import asked, processor, versions
+from whole_run import asked, mean_and_error, processor, versions
 
 EVALUATED, HELD_OUT = 8, 6_000_000  # samples of each text, and where they begin
 
@@ -101,9 +100,8 @@ def _divergence(before: list[Any], after: list[Any]) -> dict[str, float]:
     for p, q in zip(before, after, strict=True):
         p, q = p.float(), q.float()
         means.append(float((p.exp() * (p - q)).sum(-1).mean()))
-    mean = sum(means) / len(means)
-    spread = math.sqrt(sum((each - mean) ** 2 for each in means) / (len(means) - 1))
-    return {"kl": mean, "error": spread / math.sqrt(len(means))}
+    kl, error = mean_and_error(means)
+    return {"kl": kl, "error": error}
 
 
 def tokenize(model: str, text: str, other: str, samples: str, output: str) -> None:

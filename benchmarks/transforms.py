@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import math
 import sys
 import tempfile
 import time
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rounding import tokenize
-from whole_run import asked, processor, versions
+from whole_run import asked, mean_and_error, processor, versions
 
 INT8 = {"num_bits": 8, "strategy": "channel"}
 STATIC = {"weights": INT8, "input_activations": {"num_bits": 8, "strategy": "tensor"}}
@@ -82,15 +81,9 @@ def row(model: str, name: str, tokens: str) -> dict[str, Any]:
         for key, ids in texts.items():
             size = {"num_samples": 1, "max_seq_length": ids.shape[1]}
             samples = [evaluate(model, output, [{"input_ids": each}], **size) for each in ids]
-            found[key] = _mean([each.kl_divergence for each in samples])
+            kl, error = mean_and_error([each.kl_divergence for each in samples])
+            found[key] = {"kl": kl, "error": error}
     return found
-
-
-def _mean(values: list[float]) -> dict[str, float]:
-    """Return the mean over samples, and its standard error."""
-    mean = sum(values) / len(values)
-    spread = math.sqrt(sum((each - mean) ** 2 for each in values) / (len(values) - 1))
-    return {"kl": mean, "error": spread / math.sqrt(len(values))}
 
 
 TASKS = {"row": row, "tokenize": tokenize}

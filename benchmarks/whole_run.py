@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import shutil
@@ -180,6 +181,13 @@ def asked(python: str, kind: str, *arguments: object, script: str = __file__) ->
 
 def least(runs: list[dict[str, float]]) -> dict[str, float]:
     return {name: min(run[name] for run in runs) for name in runs[0]}
+
+
+def mean_and_error(values: list[float]) -> tuple[float, float]:
+    """Return the mean over samples, and its standard error."""
+    mean = sum(values) / len(values)
+    spread = math.sqrt(sum((each - mean) ** 2 for each in values) / (len(values) - 1))
+    return mean, spread / math.sqrt(len(values))
 
 
 def run_case(name: str, options: argparse.Namespace, scratch: Path, tokens: Path) -> dict:
