@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import platform
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,6 +93,54 @@ def test_backend_is_forced_by_argument_and_environment(monkeypatch: pytest.Monke
     with pytest.raises(ValueError, match=r"float64.*not fp32"):
         backend.use_compiled(x.double(), "compiled")
     assert not backend.use_compiled(x.double(), "auto")
+
+
+def test_triton_runs_only_where_it_is_forced_or_drives_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("triton")
+    x = torch.randn(1, 4, 8)
+    backend.triton_device.cache_clear()
+    assert backend.triton_device() == ("cpu", None), "interpreted"
+    assert backend.use_triton(x, "triton")
+    assert not backend.use_triton(x), "the interpreter is slow"
+    assert not backend.use_compiled(x, "triton")
+    with pytest.raises(ValueError, match=r"float64.*not fp32"):
+        backend.use_triton(x.double(), "triton")
+    with pytest.raises(ValueError, match=r"the tensor is on meta, and Triton runs on cpu"):
+        backend.use_triton(x.to("meta"), "triton")
+    assert not backend.use_triton(x.to("meta"))
+    monkeypatch.setenv("STEELYARD_BACKEND", "triton")
+    assert backend.use_triton(x)
+    assert kernels.info()["backend"] == "triton"
+
+
+def test_missing_triton_is_an_error_only_where_it_is_forced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backend.triton_device.cache_clear()
+    monkeypatch.setitem(sys.modules, "triton", None)
+    try:
+        x = torch.empty(1, 4, 8, device="meta")
+        assert not backend.use_triton(x)
+        with pytest.raises(ValueError, match=r"cannot be imported.*steelyard\[gpu\]"):
+            backend.use_triton(x, "triton")
+    finally:
+        backend.triton_device.cache_clear()
+
+
+@pytest.mark.parametrize("interpreted", ["0", "1"])
+def test_triton_is_imported_only_when_used(interpreted: str) -> None:
+    """Nor does a machine without a GPU need it: `auto` on CPU tensors never asks."""
+    code = (
+        "import sys, torch; from steelyard.kernels.range import range_of; "
+        "range_of(torch.ones(1, 2, 3)); print('steelyard.kernels.triton_range' in sys.modules)"
+    )
+    environment = {**os.environ, "TRITON_INTERPRET": interpreted}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "False"
 
 
 def test_instruction_set_is_forced_by_environment(monkeypatch: pytest.MonkeyPatch) -> None:

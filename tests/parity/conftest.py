@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import numpy as np
 import pytest
 
 from steelyard.kernels.backend import extension
@@ -32,3 +35,10 @@ def builds() -> list[str]:
 def product_isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("STEELYARD_ISA", request.param)
     return str(request.param)
+
+
+@pytest.fixture
+def interpreter() -> Iterator[None]:
+    """Triton's interpreter, which computes with NumPy: silent about infinities, as a GPU is."""
+    with np.errstate(all="ignore"):
+        yield

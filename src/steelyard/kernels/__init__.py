@@ -2,8 +2,8 @@
 
 Each function here is written first in plain torch. That reference defines the answer: it is short
 enough to check by eye and runs on any device. The extension `steelyard.kernels._native` has faster,
-compiled versions, which are tested against the reference. `info()` returns which of the two is in
-use.
+compiled versions for the CPU, and the files `triton_*` have versions for GPUs; both are tested
+against the reference. `info()` returns which is in use.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ __all__ = ["info"]
 def info() -> dict[str, object]:
     """Return which backend runs the kernels, how it was compiled, and what the CPU supports.
 
-    `backend` runs fp32, fp16 and bf16 tensors on the CPU; the reference runs everything else.
+    `backend` runs fp32, fp16 and bf16 tensors on the CPU; Triton's kernels run those on a GPU that
+    Triton drives, and the reference runs everything else.
     Where the extension cannot be imported, `extension_error` says why.
 
     >>> info()  # doctest: +SKIP
@@ -26,9 +27,10 @@ def info() -> dict[str, object]:
      'cpu_features': ['avx2', 'fma', 'avx512f', 'avx512bw', 'avx512vl', 'avx512_bf16']}
     """
     native, error = extension()
-    compiled = native is not None and resolve() != "reference"
+    asked = resolve()
+    compiled = native is not None and asked not in ("reference", "triton")
     return {
-        "backend": "compiled" if compiled else "reference",
+        "backend": "compiled" if compiled else "triton" if asked == "triton" else "reference",
         "extension": native is not None,
         "extension_error": error,
         "compiler": native.compiler() if native is not None else None,

@@ -1,8 +1,12 @@
-"""Chooses the implementation: the plain-torch reference, or the compiled kernels.
+"""Chooses the implementation: the plain-torch reference, compiled kernels, or Triton's.
 
-`auto`, the default, runs the compiled kernels on fp32, fp16 and bf16 tensors of the CPU and the
-reference on all others. An argument or the environment variable STEELYARD_BACKEND forces either;
-STEELYARD_ISA forces one instruction set of the compiled kernels.
+`auto`, the default, runs the compiled kernels on fp32, fp16 and bf16 tensors of the CPU, Triton's
+on those of a GPU that Triton drives, and the reference on all others. An argument or the
+environment variable STEELYARD_BACKEND forces one; STEELYARD_ISA forces one instruction set of the
+compiled kernels.
+
+Triton is imported when the first tensor on a GPU arrives, or when it is forced. Its interpreter
+(TRITON_INTERPRET=1) runs the kernels on CPU tensors, slowly, and only where it is forced.
 """
 
 from __future__ import annotations
@@ -16,9 +20,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["BACKENDS", "extension", "instruction_set", "resolve", "use_compiled"]
+__all__ = [
+    "BACKENDS",
+    "extension",
+    "instruction_set",
+    "resolve",
+    "triton_device",
+    "use_compiled",
+    "use_triton",
+]
 
-BACKENDS = ("auto", "reference", "compiled")
+BACKENDS = ("auto", "reference", "compiled", "triton")
+_OLDEST_ARCHITECTURE = 80  # of NVIDIA's GPUs that Triton supports
 
 
 @cache
@@ -56,7 +69,7 @@ def instruction_set() -> str:
 def use_compiled(values: torch.Tensor, backend: str | None = None) -> bool:
     """Whether to run the compiled kernels on `values`."""
     asked = resolve(backend)
-    if asked == "reference":
+    if asked in ("reference", "triton"):
         return False
     reason = _unreadable(values)
     native, problem = extension()
@@ -69,11 +82,49 @@ def use_compiled(values: torch.Tensor, backend: str | None = None) -> bool:
     return reason is None
 
 
-def _unreadable(values: torch.Tensor) -> str | None:
-    import torch
+@cache
+def triton_device() -> tuple[str | None, str | None]:
+    """Return the type of device that Triton's kernels run on, or the reason why there is none."""
+    try:
+        import triton
+    except ImportError as error:
+        return None, f"Triton cannot be imported ({error}); install steelyard[gpu]"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return "cpu", None
+    try:
+        driver = triton.runtime.driver.active
+        target = driver.get_current_target()
+        device = str(driver.get_active_torch_device().type)
+    except RuntimeError as error:  # no driver, or several
+        return None, f"Triton drives no device here ({error})"
+    if isinstance(target.arch, int) and target.arch < _OLDEST_ARCHITECTURE:
+        return None, f"Triton needs compute capability 8.0 or newer, got {target.arch / 10}"
+    return device, None
 
+
+def use_triton(values: torch.Tensor, backend: str | None = None) -> bool:
+    """Whether to run Triton's kernels on `values`."""
+    asked = resolve(backend)
+    if asked not in ("auto", "triton") or (asked == "auto" and values.device.type == "cpu"):
+        return False
+    device, reason = triton_device()
+    if device is not None and values.device.type != device:
+        reason = f"the tensor is on {values.device}, and Triton runs on {device}"
+    reason = reason or _wrong_type(values)
+    if asked == "triton" and reason is not None:
+        raise ValueError(f"cannot run Triton's kernels: {reason}")
+    return reason is None
+
+
+def _unreadable(values: torch.Tensor) -> str | None:
     if values.device.type != "cpu":
         return f"the tensor is on {values.device}, not on the CPU"
+    return _wrong_type(values)
+
+
+def _wrong_type(values: torch.Tensor) -> str | None:
+    import torch
+
     if values.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"the tensor is {values.dtype}, not fp32, fp16 or bf16"
     return None

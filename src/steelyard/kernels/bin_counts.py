@@ -17,9 +17,9 @@ from __future__ import annotations
 import torch
 
 from steelyard.kernels import compiled
-from steelyard.kernels.backend import use_compiled
+from steelyard.kernels.backend import use_compiled, use_triton
 
-__all__ = ["BINS", "SMALLEST_EXPONENT", "add_values", "joined"]
+__all__ = ["BINS", "SMALLEST_EXPONENT", "add_counts", "add_values", "joined"]
 
 BINS = 2048
 _HALF = BINS // 2
@@ -48,11 +48,22 @@ def add_values(
         added[..., 0] = exponent
     else:
         added = _widened(histogram, exponent)
-    if use_compiled(observed, backend):
-        compiled.add_counts(observed, added, group_dims)
-    else:
-        _add_counts(observed, added, group_dims)
+    add_counts(observed, added, group_dims, backend)
     return added
+
+
+def add_counts(
+    observed: torch.Tensor, histogram: torch.Tensor, group_dims: int = 1, backend: str | None = None
+) -> None:
+    """Count values in place, in bins that hold all of them."""
+    if use_compiled(observed, backend):
+        compiled.add_counts(observed, histogram, group_dims)
+    elif use_triton(observed, backend):
+        from steelyard.kernels import triton_histogram
+
+        triton_histogram.add_counts(observed, histogram, group_dims)
+    else:
+        _add_counts(observed, histogram, group_dims)
 
 
 def joined(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ __all__ = [
     "SCALE_TYPES",
     "add_counts",
     "add_products",
+    "five_dimensions",
     "format_of",
     "has_products",
     "native",
@@ -76,7 +77,7 @@ def supports(args: QuantizationArgs, scale_dtype: torch.dtype) -> bool:
 
 def range_of(observed: torch.Tensor, group_dims: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     low, high = (torch.empty(_qparam_shape(observed, group_dims)) for _ in range(2))
-    values = _five(observed, group_dims)
+    values = five_dimensions(observed, group_dims)
     native().range(values, low, high, instruction_set(), threads(observed))
     return low, high
 
@@ -122,7 +123,10 @@ def search_range(
     best_min, best_max = min_vals, max_vals
     if not in_place:
         best_min, best_max = torch.empty_like(min_vals), torch.empty_like(max_vals)
-    values, weights = _five(observed, group_dims), _weights(importance, observed, group_dims)
+    values, weights = (
+        five_dimensions(observed, group_dims),
+        _weights(importance, observed, group_dims),
+    )
     described = format_of(args, scale_dtype, global_scale)
     native().search(
         values,
@@ -156,7 +160,7 @@ def optimal_qparams(
     scale = torch.empty_like(min_vals)
     zero_point = None if args.symmetric else torch.empty_like(min_vals)
     native().optimal(
-        _five(observed, group_dims),
+        five_dimensions(observed, group_dims),
         format_of(args, scale_dtype, global_scale),
         min_vals,
         max_vals,
@@ -180,7 +184,7 @@ def sum_of_squares(x: torch.Tensor) -> torch.Tensor:
 
 def add_counts(observed: torch.Tensor, histogram: torch.Tensor, group_dims: int = 1) -> None:
     """Add to a histogram in place; `kernels.bin_counts` defines it."""
-    values = _five(observed, group_dims)
+    values = five_dimensions(observed, group_dims)
     native().histogram(values, histogram, instruction_set(), threads(observed))
 
 
@@ -251,7 +255,9 @@ def _qparam_shape(observed: torch.Tensor, group_dims: int) -> tuple[int, ...]:
     return tuple(observed.shape[1:-group_dims])
 
 
-def _five(tensor: torch.Tensor, group_dims: int, like: torch.Tensor | None = None) -> torch.Tensor:
+def five_dimensions(
+    tensor: torch.Tensor, group_dims: int, like: torch.Tensor | None = None
+) -> torch.Tensor:
     """View (num_observations, *qparam_shape, *group) as (n, q1, q2, rows, columns).
 
     like: a tensor that `tensor` broadcasts to; its shape decides which dimensions stay separate
@@ -276,4 +282,4 @@ def _weights(
 ) -> torch.Tensor | None:
     if importance is None:
         return None
-    return _five(importance.to(torch.float32), group_dims, observed)
+    return five_dimensions(importance.to(torch.float32), group_dims, observed)

@@ -25,6 +25,7 @@ Matrices are (columns, rows) in here, as in gptq_rounding.py, in the order of th
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
@@ -95,6 +96,7 @@ def refine(
     steps: ScaleSteps,
     rounds: int,
     fast: bool,
+    kernels: ModuleType = compiled_gptq,
 ) -> tuple[torch.Tensor, Grid]:
     """Return stored values with a smaller error, and the grid that has their scales.
 
@@ -102,11 +104,11 @@ def refine(
     hessian: (columns, columns), fp32
     grid:    with the columns in the order of the weight
     values:  (columns, rows), fp32, each on the grid; changed in place
-    fast:    whether the compiled kernel refines the blocks
+    fast:    whether the fast kernel of `kernels` refines the blocks
     """
     grid = replace(grid, scale=grid.scale.clone())
     errors = target - values
-    run = compiled_gptq.refine_block if fast else refine_block
+    run = kernels.refine_block if fast else refine_block
     width = len(target) if len(grid.scale) == 1 else int((grid.group == 0).sum())
     movable = grid.movable and not grid.tight
     inside = movable and width <= _WIDEST

@@ -20,13 +20,14 @@ are in reverse: the column to be rounded first comes last.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
 
 from steelyard.errors import StrategyError
 from steelyard.kernels import compiled_gptq
-from steelyard.kernels.backend import use_compiled
+from steelyard.kernels.backend import use_compiled, use_triton
 from steelyard.kernels.gptq_checks import check_problem
 from steelyard.kernels.gptq_factor import factorise
 from steelyard.kernels.gptq_grid import Grid
@@ -130,7 +131,9 @@ def solve(
         return replace(result, weight=result.weight[:, apart])
 
     grid = Grid.of(weight, scale, zero_point, args, global_scale, exact, backend)
-    fast = use_compiled(weight, backend)
+    native = use_compiled(weight, backend)
+    fast = native or use_triton(weight, backend)
+    kernels = compiled_gptq if native or not fast else _triton_blocks()
     dead = int((hessian.diagonal() == 0).sum())
     result = GPTQResult(weight, scale, 0.0, 0.0, dampening_frac, dead, len(weight))
     if dead == len(hessian):
@@ -147,7 +150,7 @@ def solve(
     original = _reordered(weight, reverse)
     nearest_errors, nearest_shift = (
         compiled_gptq.gptq_nearest(original, added, grid.reordered(reverse))
-        if fast
+        if native
         else _nearest_errors(weight, original, reverse, added, grid)
     )
     if target is not None:
@@ -162,14 +165,16 @@ def solve(
         return replace(result, weight=rounded, loss=loss, nearest_loss=loss, fallback=reason)
 
     values, errors, losses = eliminate(
-        original, lower, added, grid.reordered(reverse), block_size, fast
+        original, lower, added, grid.reordered(reverse), block_size, fast, kernels
     )
     found, refined = grid, scale
     if rounds:
         damped = hessian / mean
         damped.diagonal().add_(added[back])
         steps = ScaleSteps.of(args, scale, global_scale)
-        again, moved = refine(original[back], damped, grid, values[back], steps, rounds, fast)
+        again, moved = refine(
+            original[back], damped, grid, values[back], steps, rounds, fast, kernels
+        )
         off = original[back] - again
         lengths = ((damped @ off) * off).sum(0, dtype=torch.float64)
         gains = lengths - _damping(off, added[back]) < losses  # with the undamped H
@@ -211,16 +216,17 @@ def eliminate(
     grid: Grid,
     block_size: int,
     fast: bool,
+    kernels: ModuleType = compiled_gptq,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the rounded weight and its errors, (columns, rows), and e H e^T of each row, fp64.
 
     weight: (columns, rows), fp32; the last column is rounded first
     lower:  (columns, columns), the factor of H + diag(added)
-    fast:   whether the compiled kernel rounds the blocks
+    fast:   whether the fast kernel of `kernels` rounds the blocks
     """
     values, errors = torch.empty_like(weight), torch.empty_like(weight)
     losses = torch.zeros(weight.shape[1], dtype=torch.float64, device=weight.device)
-    run = compiled_gptq.gptq_block if fast else round_block
+    run = kernels.gptq_block if fast else round_block
     for stop in range(len(weight), 0, -block_size):
         block = slice(max(stop - block_size, 0), stop)
         sums = lower[stop:, block].t() @ errors[stop:]
@@ -246,6 +252,12 @@ def round_block(
         errors[j] = weight[j] - values[j]
         entry = lower[j, j] * errors[j] + s
         losses += entry.double().square() - added[j] * errors[j].double().square()
+
+
+def _triton_blocks() -> ModuleType:
+    from steelyard.kernels import triton_blocks
+
+    return triton_blocks
 
 
 def _nearest_errors(

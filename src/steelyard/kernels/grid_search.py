@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from steelyard.kernels import compiled
-from steelyard.kernels.backend import use_compiled
+from steelyard.kernels.fast_search import fast_search
 from steelyard.kernels.qparams import qparams_from_range
 from steelyard.kernels.range import compute_dtype, range_of
 from steelyard.kernels.rounding import reconstruct
@@ -71,8 +70,9 @@ def search_range(
     returns:        min_vals, max_vals (*qparam_shape)
     """
     min_vals, max_vals = observed_range or range_of(observed, group_dims, backend)
-    if use_compiled(observed, backend) and compiled.supports(args, scale_dtype):
-        return compiled.search_range(
+    search = fast_search("search_range", observed, args, scale_dtype, backend)
+    if search is not None:
+        found: tuple[torch.Tensor, torch.Tensor] = search(
             observed,
             args,
             scale_dtype,
@@ -85,6 +85,7 @@ def search_range(
             group_dims,
             in_place or observed_range is None,
         )
+        return found
     if group_dims == 2:
         importance = None if importance is None else importance.expand_as(observed).flatten(-2)
         observed = observed.flatten(-2)

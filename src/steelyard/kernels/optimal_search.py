@@ -27,8 +27,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from steelyard.kernels import compiled
-from steelyard.kernels.backend import use_compiled
+from steelyard.kernels.fast_search import fast_search
 from steelyard.kernels.qparams import qparams_from_range
 from steelyard.kernels.range import compute_dtype, range_of
 from steelyard.kernels.rounding import quantized_range, reconstruct
@@ -82,8 +81,9 @@ def optimal_qparams(
     if args.type == "float" and not args.symmetric:
         return typed_scale, typed_zero_point
     negative_scales = negative_scales and args.type == "int" and args.symmetric
-    if use_compiled(observed, backend) and compiled.supports(args, scale_dtype):
-        scale, zero_point = compiled.optimal_qparams(
+    search = fast_search("optimal_qparams", observed, args, scale_dtype, backend)
+    if search is not None:
+        scale, zero_point = search(
             observed,
             args,
             scale_dtype,

@@ -18,13 +18,14 @@ NVFP4, MXFP4           E2M1, the even column in the low half   uint8 (out, in / 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 
 from steelyard.errors import StrategyError
 from steelyard.kernels import compiled
-from steelyard.kernels.backend import use_compiled
+from steelyard.kernels.backend import use_compiled, use_triton
 from steelyard.kernels.rounding import quantized_range, round_to_type
 from steelyard.kernels.scale_blocks import block_of, blocks_in, divides
 
@@ -65,12 +66,11 @@ def quantize_and_pack(
     """
     zero_point, block, rounds = _arithmetic(weight, scale, zero_point, args, global_scale, exact)
     layout, shape, dtype = _storage(args, weight.shape[0], weight.shape[1], packed)
-    if _compiled(weight, scale, global_scale, rounds, backend):
-        out = torch.empty(shape, dtype=dtype)
+    fast_pack = _fast_pack(weight, scale, global_scale, rounds, backend)
+    if fast_pack is not None:
+        out = torch.empty(shape, dtype=dtype, device=weight.device)
         raw = out.view(torch.uint8)
-        compiled.pack(
-            weight, scale, zero_point, args, global_scale, block, layout, rounds, raw, errors
-        )
+        fast_pack(weight, scale, zero_point, args, global_scale, block, layout, rounds, raw, errors)
         return out
     codes = _quantize(weight, scale, zero_point, args, global_scale, block, rounds)
     if errors is not None:
@@ -96,9 +96,10 @@ def squared_error(
     Arguments are those of `quantize_and_pack`.
     """
     zero_point, block, rounds = _arithmetic(weight, scale, zero_point, args, global_scale, exact)
-    if _compiled(weight, scale, global_scale, rounds, backend):
+    fast_pack = _fast_pack(weight, scale, global_scale, rounds, backend)
+    if fast_pack is not None:
         errors = torch.empty(len(weight), dtype=torch.float64)
-        compiled.pack(
+        fast_pack(
             weight, scale, zero_point, args, global_scale, block, _BYTES, rounds, errors=errors
         )
         return float(errors.sum())
@@ -177,15 +178,23 @@ def quotient_dtype(
     return torch.result_type(weight, scale) if global_scale is None else torch.float32
 
 
-def _compiled(
+def _fast_pack(
     weight: torch.Tensor,
     scale: torch.Tensor,
     global_scale: torch.Tensor | None,
     rounds: bool,
     backend: str | None,
-) -> bool:
-    in_its_own_type = quotient_dtype(weight, scale, global_scale) == weight.dtype
-    return use_compiled(weight, backend) and (not rounds or in_its_own_type)
+) -> Callable[..., None] | None:
+    """Return the kernel that runs instead of the reference, if there is one."""
+    if rounds and quotient_dtype(weight, scale, global_scale) != weight.dtype:
+        return None
+    if use_compiled(weight, backend):
+        return compiled.pack
+    if use_triton(weight, backend):
+        from steelyard.kernels import triton_pack
+
+        return triton_pack.pack
+    return None
 
 
 def _storage(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from steelyard.kernels import compiled
-from steelyard.kernels.backend import use_compiled
+from steelyard.kernels.backend import use_compiled, use_triton
 
 __all__ = ["compute_dtype", "range_of"]
 
@@ -28,6 +28,10 @@ def range_of(
     """
     if use_compiled(observed, backend):
         return compiled.range_of(observed, group_dims)
+    if use_triton(observed, backend):
+        from steelyard.kernels import triton_range
+
+        return triton_range.range_of(observed, group_dims)
     dtype = compute_dtype(observed.dtype)
     dims = (0, *range(-group_dims, 0))
     return torch.amin(observed, dim=dims).to(dtype), torch.amax(observed, dim=dims).to(dtype)

@@ -43,6 +43,8 @@ namespace {
 
 #include "group_error.inl"
 
+#include "sweep.inl"
+
 #include "optimal.inl"
 
 #include "pack.inl"

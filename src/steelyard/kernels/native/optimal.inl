@@ -15,6 +15,7 @@
 //     skipped. It pays where the values have few codes and the scales many: otherwise that is less
 //     than the distance of two scales.
 // An asymmetric integer has a grid per zero point; the first two facts are used for each of them.
+// A symmetric integer of few codes needs none of the passes over the group: sweep.inl.
 //
 // Sums of fp32 cannot decide between scales that are nearly as good, and some are exactly as good:
 // s and -s if the group reaches equally far to both sides, or a power of two and its half. Such pairs
@@ -27,6 +28,8 @@ struct Best {
     double precise = -1;  // the error in fp64, once it was needed
 };
 
+static constexpr int MOST_SWEPT = 1 << 14;  // scales
+
 class OptimalSearch {
   public:
     OptimalSearch(const OptimalProblem& problem, int threads)
@@ -36,7 +39,10 @@ class OptimalSearch {
           errors(problem, threads),
           near(1e-5 * problem.norm),
           by_one(codes.type == ScaleType::e8m0 || codes.type == ScaleType::e4m3),
-          skips(!by_one && f.qmax - f.qmin < 64) {
+          skips(!by_one && f.qmax - f.qmin < 64),
+          sweeps(skips && f.is_int && f.symmetric && !f.has_global && (p.norm == 2.0f || p.norm == 3.0f)),
+          squares(codes),
+          cubes(codes) {
         // a code over the global scale must stay finite
         if (f.has_global) {
             const double largest = 3.4028234e38 * f.global_scale;
@@ -53,6 +59,8 @@ class OptimalSearch {
             const Candidate c = range_candidate();
             best.stored = c.stored;
             best.zero_point = c.zero_point;
+        } else if (sweeps && (errors.squared ? sweep(squares, low, high) : sweep(cubes, low, high))) {
+            // done
         } else if (f.symmetric) {
             symmetric(low, high, 1);
             if (p.negative) symmetric(-high, -low, -1);
@@ -71,6 +79,9 @@ class OptimalSearch {
     const double near;  // relative; fp32 cannot tell errors apart that are as close
     const bool by_one;  // scales are so few that each is a step
     const bool skips;
+    const bool sweeps;
+    Sweep<2> squares;
+    Sweep<3> cubes;
     double magnitude = 0;  // |x|
     Best best;
 
@@ -145,6 +156,77 @@ class OptimalSearch {
             while (code < end && codes.value(code) < next);
         }
         if (codes.type == ScaleType::f32) refine(sign);
+    }
+
+    struct Interval {  // of codes to try: from `low` to before `end`, `start` first
+        int sign, low, start, end;
+    };
+
+    // Tries the codes that have the least error of all, in the same order as `symmetric`; returns false
+    // where the errors cannot be summed up.
+    template <int NORM>
+    bool sweep(Sweep<NORM>& sums, float low, float high) {
+        if (errors.tiled() || errors.unit() != 1.0) return false;
+        Interval intervals[2];
+        const int signs = p.negative ? 2 : 1;
+        double bound = NO_LIMIT;  // not below the least error
+        for (int i = 0; i < signs; ++i) {
+            const int sign = i == 0 ? 1 : -1;
+            const double up = i == 0 ? high : -low, down = i == 0 ? low : -high;
+            const double unclipped = std::max(up / f.qmax, down / f.qmin);
+            const int start = codes.at_or_above(unclipped);
+            const int end = std::min(end_of_codes(unclipped), codes.last + 1);
+            intervals[i] = {sign, start, start, std::max(end, start + 1)};
+            for (double part : {1.0, 0.9, 0.8}) {
+                const double scale = codes.value(codes.at_or_above(part * codes.value(start)));
+                bound = std::min(bound, errors.error(sign * scale, 0.0f, bound));
+            }
+        }
+        if (bound == 0) return false;
+        int first = codes.last, end = 0;
+        for (int i = 0; i < signs; ++i) {
+            intervals[i].low = first_unexcluded(intervals[i].start, intervals[i].sign, bound * (1 + near));
+            first = std::min(first, intervals[i].low);
+            end = std::max(end, intervals[i].end);
+        }
+        if (codes.type == ScaleType::f16 && first < 0x400) return false;  // subnormal
+        if (end - first > MOST_SWEPT) return false;
+        sums.begin(errors.whole, p.weights != nullptr, errors.rounding, first, end - 1);
+        for (int i = 0; i < signs; ++i) try_least(sums, intervals[i]);
+        return true;
+    }
+
+    template <int NORM>
+    void try_least(Sweep<NORM>& sums, const Interval& in) {
+        double limit = sums.finish(in.sign, in.low, in.end - 1);
+        if (best.error < NO_LIMIT) limit = std::min(limit, best.error / errors.raised(1.0));
+        limit = limit * (1 + near) + 1e-12 * sums.size;
+        for (int code = in.start; code >= in.low && best.error > 0; --code) {
+            if (sums.error(code) <= limit) try_scale(codes.value(code), 0.0f, in.sign);
+        }
+        for (int code = in.start + 1; code < in.end && best.error > 0; ++code) {
+            if (sums.error(code) <= limit) try_scale(codes.value(code), 0.0f, in.sign);
+        }
+        if (codes.type == ScaleType::f32) refine(in.sign);
+    }
+
+    // A code below which clipping alone costs more than `bound`; never above `start`.
+    int first_unexcluded(int start, int sign, double bound) {
+        const auto excluded = [&](int code) {
+            double below, above;
+            errors.clip(sign * double(codes.value(code)), 0.0f, &below, &above);
+            return below + above > bound;
+        };
+        int high = start, low = start;  // high is not excluded; low is, or is the first code
+        do {
+            high = low;
+            low = codes.at_or_above(codes.value(low) / 2);
+        } while (low < high && !excluded(low));
+        for (int round = 0; round < 4 && high - low > 4; ++round) {
+            const int middle = low + (high - low) / 2;
+            (excluded(middle) ? low : high) = middle;
+        }
+        return low;
     }
 
     // Of fp32 scales only some are listed. The scale of the range is one more, so that the result is
