@@ -162,7 +162,12 @@ def test_ranges_cover_all_tokens_and_change_nothing_else(source: Path, tmp_path:
         "group_0": {
             "targets": ["Linear"],
             "weights": {"num_bits": 8, "strategy": "channel"},
-            "input_activations": {"num_bits": 8, "strategy": "tensor", "dynamic": False},
+            "input_activations": {
+                "num_bits": 8,
+                "strategy": "tensor",
+                "dynamic": False,
+                "observer": "static_minmax",
+            },
         }
     }
     for output, all_experts in (("a", True), ("b", False)):

@@ -16,7 +16,7 @@ from torch.testing import assert_close
 
 from steelyard import oneshot
 from steelyard.checkpoint import CheckpointView
-from steelyard.cli.validate import _check
+from steelyard.doctor import validate_folder
 from steelyard.errors import DataError, PlanError
 from steelyard.modifiers import GPTQModifier, QuantizationModifier
 
@@ -89,7 +89,7 @@ def test_heads_from_folder_and_module(
     assert result.plan.output_bytes == sum(t.nbytes for t in written.values())
     assert result.plan.source_bytes == sum(t.nbytes for t in original.values())
 
-    found = _check(tmp_path / "folder", source, full=True)
+    found = validate_folder(tmp_path / "folder", source, full=True)
     assert (found.problems, found.notes) == ([], [])
     assert found.rows is not None and found.rows.modules == len(result.modules)
     again = loaded(tmp_path / "folder")
@@ -181,7 +181,7 @@ def test_a_head_that_is_stored_although_it_is_tied(tmp_path: Path) -> None:
     oneshot(original, recipe("W4A16", "Linear"), None, tmp_path / "expected")
     same_tensors(tmp_path / "free", tmp_path / "expected")
     assert settings(tmp_path / "gptq")["tie_word_embeddings"] is False
-    assert _check(tmp_path / "gptq", source, full=True).problems == []
+    assert validate_folder(tmp_path / "gptq", source, full=True).problems == []
 
 
 def test_a_head_in_a_model_with_a_tower(tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ def test_embeddings_of_packed_integers_are_written_for_vllm(target: str, tmp_pat
     assert f"cannot load the packed embedding {EMBEDDING}" in warning
     with pytest.raises(AttributeError, match="'Embedding' object has no attribute 'weight'"):
         loaded(tmp_path / "q")  # else the warning is out of date
-    assert _check(tmp_path / "q", source, full=True).problems == []
+    assert validate_folder(tmp_path / "q", source, full=True).problems == []
 
 
 @pytest.mark.parametrize("with_data", [False, True])
@@ -264,7 +264,7 @@ def test_embeddings_of_eight_bit_floats_load(with_data: bool, tmp_path: Path) ->
     oneshot(module, chosen, data, tmp_path / "module")
     same_tensors(tmp_path / "q", tmp_path / "module")
     assert_close(logits(loaded(tmp_path / "q")), logits(module), rtol=0, atol=0)
-    assert _check(tmp_path / "q", source, full=True).problems == []
+    assert validate_folder(tmp_path / "q", source, full=True).problems == []
 
 
 @pytest.mark.parametrize(

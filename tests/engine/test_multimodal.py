@@ -81,7 +81,8 @@ def test_the_decoder_is_calibrated_on_what_the_tower_gives(tmp_path: Path) -> No
             model(**sample)
     handle.remove()
     ignore = ["lm_head", "re:.*vision_tower.*", "re:.*multi_modal_projector.*"]
-    run(model, QuantizationModifier(scheme="FP8", ignore=ignore), data)
+    recipe = QuantizationModifier(scheme="FP8", activation_observer="static_minmax", ignore=ignore)
+    run(model, recipe, data)
     scale = model.get_submodule(name).input_scale
     assert_close(float(scale), max(seen) / 448, rtol=1e-5, atol=0)
     tower = [n for n, m in model.named_modules() if "vision" in n and hasattr(m, "input_scale")]

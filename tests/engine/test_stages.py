@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,13 @@ from steelyard.engine.stages import (
     at_once,
     fits,
     held_bytes,
-    holding_budget,
 )
 from steelyard.errors import PipelineError
 from steelyard.kernels.gptq_rounding import activation_order, solve
 from steelyard.model.blocks import Batch, LayerSequence
+from steelyard.model.placement import holding_budget
 from steelyard.modifiers import GPTQModifier, IMatrixGatherer, QuantizationModifier
+from steelyard.modifiers.smoothing import SmoothQuantModifier
 from steelyard.observers.padding import real_tokens, without_padding
 
 UNLIMITED = 1 << 50
@@ -371,7 +373,7 @@ def expected_names() -> list[str]:
 
 SCHEMES: dict[str, dict[str, Any]] = {
     "W4A16": {"config_groups": groups()},
-    "FP8 static": {"scheme": "FP8"},
+    "FP8 static": {"scheme": "FP8", "activation_observer": "static_minmax"},
     "NVFP4": {"scheme": "NVFP4"},
 }
 
@@ -470,7 +472,7 @@ def test_weights_are_wide_only_where_batches_are_still_to_pass(
 
         return noted
 
-    monkeypatch.setattr("steelyard.engine.run.fast_dtype", lambda *_: torch.float32)
+    monkeypatch.setenv("STEELYARD_FORWARD", "fp32")
     monkeypatch.setattr(paired, "holding_budget", lambda _device: budget)
     monkeypatch.setattr(Solver, "solve", noting("solve", Solver.solve))
     monkeypatch.setattr(Staged, "run_to", noting("run", Staged.run_to))
@@ -482,6 +484,53 @@ def test_weights_are_wide_only_where_batches_are_still_to_pass(
         expected += [("solve", []), ("run", [name for stage in passed for name in stage])]
     assert wide[9:] == expected, "of the second layer"
     assert all(found == [] for _, found in wide[:9])
+
+
+@pytest.mark.parametrize("asked", ["stored", "fp32"])
+def test_the_type_of_batches_is_forced_and_reported(
+    asked: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).save_pretrained(
+        tmp_path / "m"
+    )
+    used: set[torch.dtype] = set()
+    linear = torch.nn.functional.linear
+
+    def noting(x: torch.Tensor, *args: Any) -> torch.Tensor:
+        used.add(x.dtype)
+        return linear(x, *args)
+
+    monkeypatch.setenv("STEELYARD_FORWARD", asked)
+    monkeypatch.setattr(torch.nn.functional, "linear", noting)
+    modifier = GPTQModifier(config_groups=groups(), ignore=["lm_head"])
+    result = oneshot(tmp_path / "m", modifier, tokens(), tmp_path / "out")
+    name = {"stored": "bfloat16", "fp32": "float32"}[asked]
+    assert (torch.float32 in used) == (asked == "fp32")
+    line = f"batches are computed in {name}, as STEELYARD_FORWARD asks"
+    assert line in result.notes
+    assert line in str(result.plan).splitlines()
+    assert line in json.loads((tmp_path / "out" / "report.json").read_text())["notes"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name"),
+    [
+        (QuantizationModifier(scheme="FP8", ignore=["lm_head"]), "bfloat16"),
+        (GPTQModifier(scheme="W8A8", ignore=["lm_head"]), "bfloat16"),
+        (
+            [SmoothQuantModifier(), QuantizationModifier(scheme="FP8", ignore=["lm_head"])],
+            "float32",
+        ),
+    ],
+)
+def test_batches_are_in_fp32_where_an_algorithm_compares_them(
+    recipe: Any, name: str, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("STEELYARD_FORWARD")
+    monkeypatch.setattr("steelyard.model.precision._multiplies_bf16", lambda: "avx512_bf16")
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    plan = oneshot(model, recipe, tokens(), dry_run=True).plan
+    assert f"batches are computed in {name}, " in str(plan)
 
 
 @pytest.mark.parametrize("family", [f for f in CONFIGS if f != "gpt2"])  # which has no Linear

@@ -115,9 +115,12 @@ def in_parts(source: Path, recipe: Any, cuts: list[int], folder: Path) -> list[P
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Return all that is served, and not the report, which tells of the run."""
+    """Return all that is served, and not what tells of the run: the report, and its record."""
     files = [f for f in folder.rglob("*") if f.is_file() and not f.name.startswith("report.")]
-    return {str(file.relative_to(folder)): file.read_bytes() for file in files}
+    found = {str(file.relative_to(folder)): file.read_bytes() for file in files}
+    statement = json.loads(found["provenance.json"])  # of which the digests must agree
+    found["provenance.json"] = json.dumps(statement["subject"]).encode()
+    return found
 
 
 def content_of(path: Path) -> dict[str, Any]:

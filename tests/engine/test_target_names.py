@@ -15,7 +15,7 @@ from model_matrix import matrix_model
 from torch.testing import assert_close
 
 from steelyard import oneshot
-from steelyard.cli.validate import _check
+from steelyard.doctor import validate_folder
 from steelyard.model.module_names import targets_for
 from steelyard.model.opening import open_model
 from steelyard.modifiers import GPTQModifier, QuantizationModifier
@@ -60,7 +60,7 @@ def test_experts_by_either_name(kind: str, mixtral: Path, tmp_path: Path) -> Non
     oneshot(module, recipe(kind, FILES), data, tmp_path / "module")
     assert not hasattr(module, "other_names")
     assert_same_tensors(tmp_path / "files", tmp_path / "module")
-    found = _check(tmp_path / "files", mixtral, full=True)
+    found = validate_folder(tmp_path / "files", mixtral, full=True)
     assert (found.problems, found.notes) == ([], [])
     ids = token_batches(3)[0]
     with torch.no_grad():

@@ -1,7 +1,9 @@
-"""Weights in a wider type, and rounded, for as long as a layer runs."""
+"""The type that batches are computed in, and weights in it, rounded, as long as a layer runs."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
 from torch.nn import Linear, Parameter
 from torch.testing import assert_close
 
-from steelyard.model.precision import rounded_once
+from steelyard.model.precision import Forward, forward_dtype, rounded_once
 
 
 def quantized_linears(count: int = 5) -> list[Any]:
@@ -71,3 +73,58 @@ def test_an_error_puts_all_back() -> None:
     assert [each.weight.data_ptr() for each in linears] == stored
     assert {each.quantization_status for each in linears} == {QuantizationStatus.FROZEN}
     assert {each.weight.dtype for each in linears} == {torch.bfloat16}
+
+
+CPU, FLAGS = torch.device("cpu"), ("amx_tile", "avx512_bf16")
+
+
+@pytest.fixture
+def processor(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Set the flags of the processor, and whether torch's library uses them."""
+
+    def made(*flags: str, library: bool = True) -> None:
+        monkeypatch.delenv("STEELYARD_FORWARD", raising=False)
+        for name in FLAGS:
+            has = functools.partial(bool, name in flags)
+            monkeypatch.setattr(torch.cpu, f"_is_{name}_supported", has, raising=False)
+        answer = functools.partial(bool, library)
+        monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", answer, raising=False)
+
+    return made
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_bf16_is_computed_where_processor_and_library_multiply_it(
+    flag: str, processor: Callable[..., None]
+) -> None:
+    processor(flag)
+    found = forward_dtype(torch.bfloat16, CPU)
+    reason = f"batches are computed in bfloat16, which this CPU multiplies ({flag})"
+    assert (found.dtype, found.reason) == (None, reason)
+    assert forward_dtype(torch.bfloat16, CPU, compares=True) == Forward(
+        True, "batches are computed in float32, since an algorithm compares outputs"
+    )
+    slow = "batches are computed in float32, since this CPU is slow in "
+    assert forward_dtype(torch.float16, CPU) == Forward(True, slow + "float16")
+    processor(flag, library=False)
+    assert forward_dtype(torch.bfloat16, CPU) == Forward(True, slow + "bfloat16")
+    processor()
+    assert forward_dtype(torch.bfloat16, CPU).dtype == torch.float32
+
+
+@pytest.mark.parametrize("asked", ["auto", "fp32", "stored"])
+def test_the_environment_forces_a_type(
+    asked: str, processor: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processor()
+    monkeypatch.setenv("STEELYARD_FORWARD", asked)
+    assert forward_dtype(torch.bfloat16, CPU).wide == (asked != "stored")
+    assert forward_dtype(torch.float16, CPU, compares=True).wide == (asked != "stored")
+    assert forward_dtype(torch.float32, CPU) == Forward()
+    assert forward_dtype(torch.bfloat16, torch.device("cuda")) == Forward()
+
+
+def test_an_unknown_type_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STEELYARD_FORWARD", "bf16")
+    with pytest.raises(ValueError, match=r"one of auto, fp32, stored, got 'bf16'"):
+        forward_dtype(torch.float32, CPU)

@@ -66,7 +66,9 @@ def test_nothing_is_left_behind(family: str) -> None:
 
 def test_the_plan_runs_a_looping_model_as_a_whole(tmp_path: Path) -> None:
     model = other_model("hrm_text")
-    recipe = QuantizationModifier(scheme="FP8", ignore=["lm_head"])
+    recipe = QuantizationModifier(
+        scheme="FP8", activation_observer="static_minmax", ignore=["lm_head"]
+    )
     data = [each[0] for each in token_batches()]
     why = "HrmTextForCausalLM calls model.L_module.layers.0 more than once"
     with pytest.raises(PlanError, match=f"{why}.*basic"):

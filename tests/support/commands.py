@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
+FORWARD = "STEELYARD_FORWARD"  # which conftest.py sets for all processes
 
 
 class Answer(NamedTuple):
@@ -25,7 +26,8 @@ Command = Callable[..., Answer]
 
 
 def environment_with(**more: str) -> dict[str, str]:
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("STEELYARD", "_STEELYARD"))}
+    ours = ("STEELYARD", "_STEELYARD")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(ours) or k == FORWARD}
     path = os.pathsep.join(p for p in (str(ROOT / "src"), kept.get("PYTHONPATH")) if p)
     return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **more}
 

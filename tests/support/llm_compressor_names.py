@@ -36,7 +36,7 @@ IMPORTS = {
     "entrypoints.oneshot": "oneshot Oneshot",
     "logger": "logger configure_logger LoggerConfig",
     "modeling.moe.context": "moe_calibration_context",
-    "modeling.moe.linearize": "load_quantizable_moe linearize_moe",
+    "modeling.moe.linearize": "load_quantizable_moe linearize_moe repack_moe",
     "modifiers": "Modifier",
     "modifiers.autoround": "AutoRoundModifier",
     "modifiers.awq": "AWQModifier",
@@ -56,6 +56,8 @@ IMPORTS = {
     "modifiers.transform.quip": "QuIPModifier",
     "modifiers.transform.smoothquant": "SmoothQuantModifier",
     "modifiers.transform.spinquant": "SpinQuantModifier",
+    "modifiers.transform.spinquant.mappings": "SpinQuantMapping",
+    "modifiers.transform.spinquant.norm_mappings": "NormMapping",
     "observers": "Observer",
     "observers.base": "Observer",
     "observers.helpers": "flatten_for_calibration",
@@ -66,7 +68,8 @@ IMPORTS = {
     "transformers.tracing": "trace",
     "utils": "load_context dispatch_for_generation skip_weights_download get_main_device "
     "untie_word_embeddings",
-    "utils.dev": "load_context dispatch_for_generation skip_weights_download get_main_device",
+    "utils.dev": "load_context dispatch_for_generation skip_weights_download get_main_device "
+    "skip_weights_initialize",
     "utils.transformers": "untie_word_embeddings",
 }
 """Module below the root -> public names in it that scripts import."""

@@ -98,6 +98,57 @@ oneshot(
 tokenizer.save_pretrained(OUT)
 model.save_pretrained(OUT, save_compressed=True)
 """,
+    "ignores of other families, dataset by its short name": LOADED
+    + """
+import datasets
+from compressed_tensors.offload import dispatch_model
+from ROOT.modeling.moe.linearize import linearize_moe
+from ROOT.utils import load_context
+
+talk = [[{"from": "human", "value": row["text"]}, {"from": "gpt", "value": "# ok"}] for row in rows]
+datasets.load_dataset = lambda *args, **kwargs: Dataset.from_list(
+    [{"conversations": each} for each in talk]
+)
+with load_context():
+    model = AutoModelForCausalLM.from_pretrained(MODEL, device_map="auto_offload")
+linearize_moe(model)
+oneshot(
+    model=model,
+    processor=tokenizer,
+    dataset="perfectblend",
+    splits="train[:8]",
+    recipe=QuantizationModifier(
+        targets="Linear",
+        scheme="NVFP4",
+        ignore=["lm_head", "re:.*vision.*", "re:.*mm_projector.*", r"re:.*mlp\\.gate\\..*"],
+    ),
+    max_seq_length=64,
+    num_calibration_samples=8,
+    batch_size=4,
+)
+dispatch_model(model)
+sample = tokenizer("def", return_tensors="pt", return_token_type_ids=False)
+model.generate(**sample, max_new_tokens=2)
+model.save_pretrained(OUT)
+tokenizer.save_pretrained(OUT)
+""",
+    "schemes of compressed-tensors by target": LOADED
+    + """
+from compressed_tensors.quantization.quant_scheme import FP8_DYNAMIC, W4A16, QuantizationScheme
+
+groups = {
+    "attention": QuantizationScheme(targets=["re:.*self_attn.[qkvo]_proj$"], **FP8_DYNAMIC),
+    "mlp": QuantizationScheme(targets=["re:.*mlp.*_proj$"], **W4A16),
+}
+oneshot(
+    model=model,
+    dataset=None,
+    recipe=QuantizationModifier(config_groups=groups, ignore=["lm_head"]),
+    num_calibration_samples=0,
+)
+model.save_pretrained(OUT, save_compressed=True)
+tokenizer.save_pretrained(OUT)
+""",
     "from files": """
 from ROOT import model_free_ptq
 

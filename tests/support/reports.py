@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from steelyard.evaluate.diagnosis import BlockCost
+from steelyard.evaluate.token_figures import Continuation, TokenFigures, WorstToken
+from steelyard.evaluate.verdict import Measure, Verdict
 from steelyard.report import (
     ComparisonRow,
     ModuleReport,
@@ -132,4 +135,51 @@ def hostile(change: Callable[[str], str] = str) -> Report:
         recipe="\n".join(names),
         evaluation=dict.fromkeys(names, names[0]),
         comparison=[ComparisonRow(scheme=n, observer=n, evaluation={n: n}) for n in names],
+    )
+
+
+def studied() -> Report:
+    """A report with an evaluation: a verdict, blocks, and single tokens."""
+    report = layered(5)
+    modules = [
+        m.model_copy(update={"output_error": e, "output_snr": decibels(e)})
+        for i, m in enumerate(report.modules)
+        for e in [1e-3 * (1 + (i * 7919) % 97)]
+    ]
+    measures = [
+        Measure("kl", 0.3, 0.28, 0.32, 0.05, 0.2, "do not ship"),
+        Measure("p99", 2.0, 1.5, None, 0.6, 2.5, "", 900),
+        Measure("perplexity", 0.05, 0.04, 0.06, 0.03, 0.1, "look"),
+        Measure("top1", 0.95, 0.94, 0.96, 0.9, 0.8, "ship"),
+    ]
+    gains = [0.1, 0.2, None, 0.05, 0.01]
+    blocks = [
+        BlockCost(f"model.layers.{i}", 0.01, gain, gain and gain / 20, ["W4A16"], ["W8A16"])
+        for i, gain in enumerate(gains)
+    ]
+    worst = [
+        WorstToken(7.5, "once upon\na", " time", " time", HOSTILE[0]),
+        WorstToken(None, HOSTILE[4], "a", "b", "c"),
+    ]
+    assert report.summary is not None
+    outputs = {
+        "median_output_snr": 21.5,
+        "worst_output_snr": 10.1,
+        "worst_output_module": modules[3].name,
+        "outputs_on": "held-out",
+    }
+    return report.model_copy(
+        update={
+            "modules": modules,
+            "summary": report.summary.model_copy(update=outputs),
+            "evaluation": {"kl_divergence": 0.3, "kl_error": 0.01, "loss_error": 0.1},
+            "verdict": Verdict(
+                "do not ship", ["KL divergence 0.3: above 0.2"], 500, None, measures
+            ),
+            "blocks": blocks,
+            "better_recipe": "modifiers: better",
+            "tokens": TokenFigures(
+                -6, 2, [*range(48)], worst, [Continuation("a prompt", "one way", "another")]
+            ),
+        }
     )

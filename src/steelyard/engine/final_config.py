@@ -1,7 +1,8 @@
 """The quantization config of a written checkpoint.
 
 vLLM matches targets against the names in the files, transformers against those of the class that it
-loads. Modules that saw no token get a scheme without activations.
+loads. Modules that saw no token get a scheme without activations, and those that no static scale
+serves one with dynamic activations.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ __all__ = ["final_config"]
 def final_config(
     config: QuantizationConfig,
     modules: Collection[str],
-    weights_only: Mapping[str, QuantizationScheme],
+    own: Mapping[str, QuantizationScheme],
     stored_name: Callable[[str], str],
     class_name: Callable[[str], str],
     notes: list[str],
@@ -27,22 +28,26 @@ def final_config(
 
     config:       config of the plan
     modules:      names of the quantized modules
-    weights_only: schemes of the modules that saw no token
+    own:          schemes of the modules that saw no token, or that no static scale serves
     stored_name:  maps a module to its name in the files
     class_name:   maps a module to its name in the class that will be loaded
-    notes:        one line is added for each scheme of `weights_only`
+    notes:        one line is added for each scheme of modules that saw no token
     """
     groups = {
         name: _by_both_names(scheme, modules, stored_name, class_name)
         for name, scheme in config.config_groups.items()
     }
     by_scheme: dict[str, list[str]] = {}
-    for name, scheme in weights_only.items():
+    for name, scheme in own.items():
         by_scheme.setdefault(scheme.model_dump_json(exclude={"targets"}), []).append(name)
     extra = {}
     for i, names in enumerate(by_scheme.values()):
         targets = list(dict.fromkeys([*map(stored_name, names), *map(class_name, names)]))
-        extra[f"weights_only_{i}"] = weights_only[names[0]].model_copy(update={"targets": targets})
+        scheme = own[names[0]]
+        kind = "weights_only" if scheme.input_activations is None else "dynamic"
+        extra[f"{kind}_{i}"] = scheme.model_copy(update={"targets": targets})
+        if kind == "dynamic":
+            continue
         notes.append(
             f"{count(len(names), 'module')} saw no token; only their weights are quantized: "
             + ", ".join(names)

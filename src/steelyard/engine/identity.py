@@ -11,12 +11,11 @@ from typing import Any
 import torch
 
 from steelyard.checkpoint import Shards
+from steelyard.checkpoint.provenance import sampled_digest
 from steelyard.model.processor import processor
 
-__all__ = ["digest_of", "identity_of", "sampled_digest", "versions"]
+__all__ = ["digest_of", "identity_of", "versions"]
 
-_WHOLE = 16 << 20  # bytes; files up to this size are digested as a whole
-_BLOCKS, _BLOCK = 256, 16 << 10  # larger ones: number of sampled blocks, bytes of each
 _PACKAGES = ("steelyard", "compressed-tensors", "torch")
 
 
@@ -65,24 +64,6 @@ def _file(path: Path) -> str:
     status = path.stat()
     digest = sampled_digest(path)[:16]
     return f"{digest}, {status.st_size} bytes, changed at {status.st_mtime_ns}"
-
-
-def sampled_digest(path: Path) -> str:
-    """Return a digest of a file: of all of it up to 16 MiB, else of 256 evenly spaced blocks.
-
-    Another model of the same size differs in every block. A change of a few bytes may fall between
-    them; only the file's modification time shows that.
-    """
-    size = path.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
-    with path.open("rb") as file:
-        if size <= _WHOLE:
-            digest.update(file.read())
-        else:
-            for index in range(_BLOCKS):  # the first holds the header, the last is the end
-                file.seek((size - _BLOCK) * index // (_BLOCKS - 1))
-                digest.update(file.read(_BLOCK))
-    return digest.hexdigest()
 
 
 def _version(name: str) -> str:

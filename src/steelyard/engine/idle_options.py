@@ -26,7 +26,7 @@ IDLE = {
     "clear_sparse_session": "nothing is kept between two calls",
     "quantization_aware_calibration": "llm-compressor ignores it too; see propagate_error",
     "tracing_ignore": _IN_ORDER,
-    "sequential_offload_device": "hidden states wait in host memory",
+    "sequential_offload_device": "hidden states stay where the model is computed",
     "sequential_prefetch": _IN_ORDER,
     "sequential_targets_per_subgraph": _IN_ORDER,
     "min_tokens_per_module": "the report has the tokens of each expert, and names those with few",

@@ -40,6 +40,7 @@ class LayerRun:
     def __init__(self, run: Run, samples: Samples) -> None:
         self.run = run
         self.sequence = LayerSequence(run.source.model)
+        run.source.loader.in_order(self.sequence.layers)
         mine = run.share(samples)
         self.places = [place for place, _ in mine]
         self.batches = {place[0]: Batch(inputs) for place, inputs in mine}

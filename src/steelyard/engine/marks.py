@@ -31,7 +31,7 @@ class Marks:
         """Restore the progress of an earlier run, if there is one."""
         if not self.run.output.progress:
             return
-        weights_only = self.run.solver.weights_only_schemes
+        weights_only = self.run.solver.own_schemes
         for mark in map(Mark.of, self.run.output.progress):  # one per rank that wrote
             for name, (error, tokens, details) in mark.modules.items():
                 self.run.result.modules[name] = ModuleResult(error, tokens, details)
@@ -67,7 +67,7 @@ class Marks:
     def state(self) -> dict[str, Any]:
         """Return the progress that `resume` restores, as JSON types."""
         modules = self.run.result.modules.items()
-        schemes = self.run.solver.weights_only_schemes.items()
+        schemes = self.run.solver.own_schemes.items()
         return Mark(
             done=self.run.done,
             streamed=self.run.streamed,

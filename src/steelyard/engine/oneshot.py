@@ -10,9 +10,11 @@ validated, and moved into place with its report.
 from __future__ import annotations
 
 import contextlib
+import functools
 
 from steelyard.distributed import together
 from steelyard.engine.oneshot_run import AddReport, OneshotRun
+from steelyard.engine.out_of_memory import with_smaller_batches
 from steelyard.engine.result import Result
 from steelyard.engine.run_options import Options
 
@@ -25,9 +27,14 @@ def quantize(options: Options, add_report: AddReport | None = None) -> Result:
 
     add_report: called with the result and the folder, before the folder is moved into place
     """
+    return with_smaller_batches(options, functools.partial(_quantize, add_report))
+
+
+def _quantize(add_report: AddReport | None, options: Options, notes: list[str]) -> Result:
     with contextlib.ExitStack() as undo:  # restores a loaded module after an error
         run = OneshotRun(options, undo)
         run.make_plan()
+        run.result.notes += notes
         if options.dry_run:
             return run.result
         run.load_data()

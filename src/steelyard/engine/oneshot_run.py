@@ -13,6 +13,7 @@ from typing import Any
 from compressed_tensors.quantization import QuantizationConfig
 from torch.nn import Module
 
+from steelyard.checkpoint.provenance import RunRecord
 from steelyard.data.samples import Inputs, Samples
 from steelyard.data.tokenizer import checked_tokenizer
 from steelyard.distributed import Ranks
@@ -23,11 +24,13 @@ from steelyard.engine.finishing import finish_checkpoint, share_results
 from steelyard.engine.identity import digest_of, identity_of
 from steelyard.engine.idle_options import idle_notes
 from steelyard.engine.output import Output
-from steelyard.engine.planning import plan_run, streams
+from steelyard.engine.planning import plan_run, streams, unused_device
 from steelyard.engine.prepared_model import prepare_model
-from steelyard.engine.prepared_options import prepared
+from steelyard.engine.prepared_options import open_source, prepared
 from steelyard.engine.rank_agreement import check_alike
+from steelyard.engine.record import effective_options, input_digests, record_of
 from steelyard.engine.result import Result
+from steelyard.engine.rewriting import add_matrices, claim_rewritten, rewrite
 from steelyard.engine.run import Run
 from steelyard.engine.run_options import Options
 from steelyard.engine.save_pretrained import save_as_quantized
@@ -36,6 +39,7 @@ from steelyard.engine.statistics import RunStatistics
 from steelyard.errors import PlanError
 from steelyard.formats import DENSE
 from steelyard.model.model_folder import model_name
+from steelyard.model.placement import placement_of
 from steelyard.model.source import Source
 from steelyard.observers.calibration import Calibration
 from steelyard.plan.tied_weights import untying_notes
@@ -73,7 +77,8 @@ class OneshotRun:
         check_saved_files(self.algorithms, options.save_statistics, options.output_dir)
         options.refuse_two_sources()
         self.streamed = streams(options, self.recipe, self.algorithms)
-        self.source = _open(options, self.streamed)
+        self.placement = placement_of(options.device, options.model)
+        self.source = open_source(options, self.streamed, self.placement)
         undo.enter_context(self.source.unstacked())
         self.tokenizer = checked_tokenizer(
             options.tokenizer or options.processor, self.source, options.trust_remote_code_model
@@ -87,6 +92,7 @@ class OneshotRun:
         given = options.model if isinstance(options.model, Module) else None
         self.result = Result(plan, self.recipe, model=given, source=model_name(options.model))
         self.result.notes += [*idle_notes(options), *untying_notes(plan), *plan.warnings]
+        self.result.notes += unused_device(options, self.streamed and not self.placement.is_host)
         self.result.warnings += plan.warnings
         if self._shown and (options.dry_run or not plan.errors):  # raised below
             announce(str(plan))
@@ -103,12 +109,13 @@ class OneshotRun:
             self.source,
             self.algorithms,
             result,
-            options.uncalibrated,
+            (options.uncalibrated, options.uncalibratable),
             self.propagate,
             options.show_progress if self.ranks.is_first else False,
             self.ranks,
             self.statistics,
         )
+        rewrite(self.run)
         for algorithm in self.algorithms:
             algorithm.prepare(self.source, result.plan, result.notes)
         self.samples = samples_for(
@@ -121,6 +128,8 @@ class OneshotRun:
             self._shown,
             self.ranks,
         )
+        if self.samples is not None:
+            result.notes += filter(None, [self.run.forward.reason])
         self._check_alike()
 
     @contextlib.contextmanager
@@ -137,6 +146,7 @@ class OneshotRun:
             format=None if self.options.save_compressed and self.algorithms else DENSE,
         )
         with output as self.run.output:
+            claim_rewritten(self.run)
             yield
 
     def resume(self) -> None:
@@ -172,13 +182,14 @@ class OneshotRun:
         self.config = final_config(
             result.plan.config,
             run.solver.claims,
-            run.solver.weights_only_schemes,
+            run.solver.own_schemes,
             self.source.module_key,
             self.source.class_name,
             result.notes,
         )
         folder, trusted = None, self.options.trust_remote_code_model
         if self.ranks.is_first:
+            add_matrices(run.output, result.plan)
             folder = run.output.finish(
                 self.config,
                 self.recipe.text,
@@ -187,6 +198,7 @@ class OneshotRun:
                 run.marks.state(),
                 self._reporter(add_report),
                 partial(finish_checkpoint, run, self.samples, trusted),
+                self._record,
             )
         result.output_dir = self.ranks.broadcast(folder)
         share_results(run)
@@ -227,28 +239,27 @@ class OneshotRun:
 
     def _identity(self) -> dict[str, Any] | None:
         """Return the digests that must match those of an unfinished run to resume it."""
-        options = self.options
-        if self.source.shards is None or options.output_dir is None:
+        if self.source.shards is None or self.options.output_dir is None:
             return None
-        given: dict[str, Any] = {
-            "pipeline": options.route,
-            "propagate_error": self.propagate,
-            "moe_calibrate_all_experts": options.moe_calibrate_all_experts,
-            "save_compressed": options.save_compressed,
-            "tie_word_embeddings": options.tie_word_embeddings,
-        }
-        for algorithm in self.algorithms:
-            given |= algorithm.digests()
+        given = effective_options(self.options, self.propagate) | input_digests(self.algorithms)
+        if not self.source.placement.is_host:
+            given["device"] = self.source.placement.device.type
+        if self.samples is not None:
+            given["batches are computed in"] = str(self.run.dtype or self.source.dtype)
         given |= self.statistics.digests()
         return identity_of(self.source.shards, self.recipe.text, given, _batches(self.samples))
+
+    def _record(self) -> RunRecord:
+        """Return what provenance.json states about the run."""
+        data, statistics = _batches(self.samples), self.statistics.digests()
+        inputs = (self.recipe.text, data, self.algorithms, statistics)
+        return record_of(*inputs, self.options, self.propagate, self.result.modules)
 
     def _check_alike(self) -> None:
         """Raise if ranks were started with different options, recipes or data."""
         options = self.options
-        same = (
-            *(options.route, self.propagate, options.uncalibrated, options.resume),
-            *(options.overwrite, options.moe_calibrate_all_experts, options.save_compressed),
-        )
+        effective = effective_options(options, self.propagate).values()
+        same = (*effective, options.uncalibrated, options.resume, options.overwrite)
         mine = {
             "recipe": self.recipe.text,
             "calibration data": digest_of(_batches(self.samples)),
@@ -257,15 +268,6 @@ class OneshotRun:
             **self.statistics.digests(),
         }
         check_alike(self.ranks, mine)
-
-
-def _open(options: Options, streamed: bool) -> Source:
-    if streamed:
-        return Source.from_files(options.model, options.model_revision)
-    source = Source.open(options.model, options.model_revision, options.trust_remote_code_model)
-    if options.precision != "auto":
-        source.loaded_from = None  # its tensors would be stored in the type of the files
-    return source
 
 
 def _observes_only(options: Options, source: Source) -> bool:

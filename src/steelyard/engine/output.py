@@ -1,7 +1,6 @@
 """Writes the tensors of a quantized model to a checkpoint, module by module.
 
-Tensors keep their names in the source. Unquantized tensors are copied from it unchanged, including
-those that the model class does not know.
+Tensors keep their names in the source. Unquantized ones, known to the class or not, are copied.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from torch.nn import Module
 from steelyard.checkpoint import CheckpointWriter
 from steelyard.checkpoint.finite import check_finite, finite_pieces
 from steelyard.checkpoint.packed import Packed, pack_module
+from steelyard.checkpoint.provenance import RunRecord
 from steelyard.data.tokenizer import tokenizer_of
 from steelyard.distributed import Ranks
 from steelyard.engine.final_check import check_written
@@ -233,17 +233,17 @@ class Output:
         progress: dict[str, Any] | None = None,
         add_files: Callable[[Path], object] = bool,
         complete: Callable[[Path], object] = bool,
+        record: Callable[[], RunRecord] | None = None,
     ) -> Path | None:
         """Copy the remaining tensors, write the configuration, and validate the checkpoint.
 
         progress:  the last mark, for a run that resumes before the checkpoint is in place
         add_files: called with the folder once it is valid, to add more files
         complete:  called with the folder before that, when all tensors are written
+        record:    returns what provenance.json states about the run
         """
-        if self.writer is None:
-            return None
-        if self.writer.finished:
-            return self.writer.output_dir
+        if self.writer is None or self.writer.finished:
+            return None if self.writer is None else self.writer.output_dir
         shards = self.source.shards
         if shards is not None:
             for name in shards.names():
@@ -261,17 +261,16 @@ class Output:
             content = self.source.config()
             if plan.quantized:
                 content.pop("quantization_config", None)
-            return self.writer.finish(content)
+            return self.writer.finish(content, run=record)
         content = written_config(self.source, config, plan, self.plain, self.format)
-        as_planned = self.format is None and config == plan.config
-        changed = self.writer.changed
+        as_planned, changed = self.format is None and config == plan.config, self.writer.changed
 
         def check(folder: Path) -> None:
             complete(folder)
             check_written(folder, content, self.source, config, plan, modules, changed, as_planned)
             add_files(folder)
 
-        return self.writer.finish(content, check)
+        return self.writer.finish(content, check, run=record)
 
     def _carry_from_model(self) -> None:
         """Write the files of a loaded model: those of its folder, its generation config."""

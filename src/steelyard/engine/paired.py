@@ -17,8 +17,9 @@ import torch
 from steelyard.distributed import ThreadPool
 from steelyard.engine.parts import Flow, Part
 from steelyard.engine.showing import Stage
-from steelyard.engine.stages import Staged, holding_budget
+from steelyard.engine.stages import Staged
 from steelyard.engine.unquantized_copy import can_be_copied, unquantized_copy
+from steelyard.model.placement import holding_budget
 from steelyard.model.precision import computing_in
 
 __all__ = ["paired", "pairs", "quantized", "with_originals"]

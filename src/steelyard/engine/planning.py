@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
 from compressed_tensors.quantization import QuantizationConfig
 from torch.nn import Module
 
 from steelyard.algorithms import Algorithm, needs_data
 from steelyard.distributed import ThreadPool
 from steelyard.engine.prepared_options import target_problems, untie_heads
-from steelyard.engine.run import model_device
 from steelyard.engine.run_options import Options
-from steelyard.engine.stages import CONCURRENT_BYTES, holding_budget
+from steelyard.engine.stages import CONCURRENT_BYTES
 from steelyard.engine.stream_jobs import budget_of, jobs_of
 from steelyard.errors import PipelineError
 from steelyard.model.class_loading import ONLY_TRANSFORMERS
 from steelyard.model.completeness import missing_parts, random_parameters
+from steelyard.model.placement import holding_budget
+from steelyard.model.precision import forward_dtype
 from steelyard.model.source import Source
 from steelyard.plan.plan import Left, Plan, make_plan
 from steelyard.plan.planned_files import planned_loading
@@ -25,7 +28,7 @@ from steelyard.plan.runnable import Route, route_of
 from steelyard.recipes import Recipe
 from steelyard.words import count
 
-__all__ = ["plan_run", "streams"]
+__all__ = ["plan_run", "streams", "unused_device"]
 
 
 def streams(options: Options, recipe: Recipe, algorithms: Sequence[Algorithm]) -> bool:
@@ -38,6 +41,16 @@ def streams(options: Options, recipe: Recipe, algorithms: Sequence[Algorithm]) -
         return False
     configs = [modifier.quantization_config() for modifier in recipe.modifiers]
     return not any(_names_classes(config) for config in configs if config is not None)
+
+
+def unused_device(options: Options, unused: bool) -> list[str]:
+    """Return a note on an accelerator that was asked for and is not used."""
+    if not unused or options.device == "auto":
+        return []
+    return [
+        f"device={str(options.device)!r} has no effect: without calibration data, weights are "
+        "quantized file by file, on the CPU"
+    ]
 
 
 def _names_classes(config: QuantizationConfig) -> bool:
@@ -56,7 +69,8 @@ def plan_run(
 ) -> Plan:
     """Return the plan of a run, with its errors and costs."""
     plan = make_plan(source.model, modifiers=recipe.modifiers)
-    heads, tied = untie_heads(options, source.model)
+    heads, tied = untie_heads(options, recipe.modifiers, source.model)
+    plan.left = [_beside(left, heads, source.model) for left in plan.left]
     plan.untied = {**heads, **plan.untied}
     plan.errors += [*tied, *target_problems(options, source.model)]
     source.restack([planned.name for planned in plan.quantized])
@@ -65,14 +79,24 @@ def plan_run(
     files = source.shards
     if files is not None and streams(options, recipe, algorithms):
         plan.budget = budget_of(files, jobs_of(files, plan))
+    compares = any(algorithm.needs.blocks for algorithm in algorithms)
+    plan.forward = forward_dtype(source.dtype, source.placement.device, compares)
     with_data = needs_data(algorithms) and options.statistics is None
     plan.errors += _taken_names(plan, source)
+    plan.errors += _rewrites_first(algorithms)
+    if plan.served and not options.save_compressed:
+        plan.errors.append(
+            f"save_compressed=False cannot store rotation {plan.served[0].group}, which a server "
+            "applies: remove the option or the rotation"
+        )
     plan.errors += _needs_of_blocks(options, algorithms)
     plan.errors += _needs_of_finishing(options, recipe, algorithms)
     if with_data:
         try:
             route = route_of(source.model, options.route)
             plan.route, plan.whole = route.text, route.whole
+            if not source.placement.is_host:
+                plan.route += f", on {source.placement.device}"
             plan.errors += _finishing_layers(route, algorithms)
         except PipelineError as error:
             plan.errors.append(str(error))
@@ -88,15 +112,18 @@ def plan_run(
     plan.layers = getattr(text, "num_hidden_layers", 1)
     plan.hidden = getattr(text, "hidden_size", 0)
     if with_data:
-        _add_costs(plan, options, algorithms, source.model, propagate)
+        _add_costs(plan, options, algorithms, source.placement.device, propagate)
     return plan
 
 
 def _add_costs(
-    plan: Plan, options: Options, algorithms: Sequence[Algorithm], model: Any, propagate: bool
+    plan: Plan,
+    options: Options,
+    algorithms: Sequence[Algorithm],
+    device: torch.device,
+    propagate: bool,
 ) -> None:
     """Count tokens, passes, and the bytes that batches and statistics hold."""
-    device = model_device(model)
     staged = propagate and any(algorithm.needs.staged for algorithm in algorithms)
     passes = max(algorithm.needs.passes for algorithm in algorithms)
     transforming = sum(a.needs.passes for a in algorithms if a.transforms and a.needs.sees)
@@ -121,6 +148,28 @@ def _waiting_bytes(plan: Plan, budget: int, least: int) -> int:
     widest = max((planned.shape[1] for planned in plan.quantized), default=0)
     rate = 4 * (3 * plan.hidden + widest)
     return min(plan.tokens * rate, max(budget, least * rate))
+
+
+def _beside(left: Left, heads: Mapping[str, str], model: Any) -> Left:
+    """Return an entry of the plan, for an untied head with the bytes that it takes from now on."""
+    if left.name not in heads or left.nbytes:
+        return left
+    weight = model.get_submodule(heads[left.name]).weight
+    nbytes = weight.numel() * weight.dtype.itemsize
+    return replace(left, nbytes=nbytes, reason=f"stored beside {heads[left.name]}, unquantized")
+
+
+def _rewrites_first(algorithms: Sequence[Algorithm]) -> list[str]:
+    """Return an error for each algorithm that would rewrite tensors after others changed them."""
+    found = []
+    for index, algorithm in enumerate(algorithms):
+        before = [each for each in algorithms[:index] if not each.rewrites]
+        if algorithm.rewrites and before:
+            found.append(
+                f"{type(algorithm.modifier).__name__} changes the model before anything else: move "
+                f"it before {type(before[0].modifier).__name__}"
+            )
+    return found
 
 
 def _needs_of_blocks(options: Options, algorithms: Sequence[Algorithm]) -> list[str]:

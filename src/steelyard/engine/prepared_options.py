@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,13 @@ from steelyard.engine.idle_options import refuse
 from steelyard.engine.run_options import Options
 from steelyard.errors import PipelineError, PlanError, nearest
 from steelyard.foreign import reason_of
+from steelyard.model.placement import Placement, placement_of
+from steelyard.model.source import Source
 from steelyard.model.stacks import model_layers
 from steelyard.model.untying import tied_heads, untying_problem
+from steelyard.modifiers import Modifier
 
-__all__ = ["PRECISIONS", "prepared", "target_problems", "untie_heads"]
+__all__ = ["PRECISIONS", "open_source", "prepared", "target_problems", "untie_heads"]
 
 PRECISIONS = {
     "auto": None,
@@ -44,7 +47,9 @@ def prepared(options: Options) -> Options:
     if dtype is None:
         return options
     if not isinstance(options.model, Module):
-        return replace(options, model=_loaded(options, dtype))
+        device = placement_of(options.device, options.model).device
+        loaded = _loaded(options, dtype)
+        return replace(options, model=loaded if options.device == "auto" else loaded.to(device))
     types = {p.dtype for p in options.model.parameters() if p.is_floating_point()}
     if types != {dtype}:
         raise PlanError(
@@ -81,6 +86,17 @@ def _loaded(options: Options, dtype: torch.dtype) -> Any:
         ) from error
 
 
+def open_source(options: Options, streamed: bool, placement: Placement) -> Source:
+    """Open the model of a run: its files alone for a stream, else placed on its device."""
+    if streamed:
+        return Source.from_files(options.model, options.model_revision)
+    source = Source.open(options.model, options.model_revision, options.trust_remote_code_model)
+    source.place(placement)
+    if options.precision != "auto":
+        source.loaded_from = None  # its tensors would be stored in the type of the files
+    return source
+
+
 def target_problems(options: Options, model: Any) -> Iterator[str]:
     """Yield an error for each of `sequential_targets` that names no layer, or nothing in one."""
     targets = options.sequential_targets or ()
@@ -105,12 +121,22 @@ def target_problems(options: Options, model: Any) -> Iterator[str]:
             )
 
 
-def untie_heads(options: Options, model: Any) -> tuple[dict[str, str], list[str]]:
-    """Return the heads that `tie_word_embeddings=False` unties, and why they cannot be."""
-    heads = {} if options.tie_word_embeddings else tied_heads(model)
+def untie_heads(
+    options: Options, modifiers: Sequence[Modifier], model: Any
+) -> tuple[dict[str, str], list[str]]:
+    """Return the heads that an option or a modifier unties, and why they cannot be."""
+    asking = [type(modifier).__name__ for modifier in modifiers if modifier.unties_heads]
+    given = not options.tie_word_embeddings
+    heads = tied_heads(model) if given or asking else {}
     if not heads:
         return {}, []
     problem = untying_problem(model)
     if problem is None:
         return heads, []
-    return {}, [f"tie_word_embeddings=False: {problem}; remove the option"]
+    if given:
+        return {}, [f"tie_word_embeddings=False: {problem}; remove the option"]
+    head, embedding = next(iter(heads.items()))
+    return {}, [
+        f"{asking[0]} needs {head} to have a weight of its own, but it shares that of {embedding}, "
+        f"and {problem}"
+    ]

@@ -7,11 +7,11 @@ transform and solve it, write its tensors.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
-from torch.nn import Module, ModuleList
+from torch.nn import ModuleList
 
 from steelyard.algorithms import Algorithm
 from steelyard.checkpoint.weight_errors import weight_error
@@ -32,14 +32,14 @@ from steelyard.errors import PipelineError
 from steelyard.kernels.partial_sums import partial_sum_of
 from steelyard.model.forward_errors import WITHOUT_DATA, forward_errors
 from steelyard.model.inputs import call_options, padding_mask, without_cache
-from steelyard.model.precision import computing_in, fast_dtype
+from steelyard.model.precision import computing_in
 from steelyard.model.source import Source
 from steelyard.model.stacks import Layer, model_layers
 from steelyard.observers.lifecycle import with_schemes
 from steelyard.observers.padding import without_padding
 from steelyard.words import count
 
-__all__ = ["Run", "model_device"]
+__all__ = ["Run"]
 
 
 class Run:
@@ -50,7 +50,7 @@ class Run:
         source: Source,
         algorithms: Sequence[Algorithm],
         result: Result,
-        uncalibrated: str,
+        uncalibrated: tuple[str, str],
         propagate: bool,
         show: bool | None,
         ranks: Ranks,
@@ -61,8 +61,9 @@ class Run:
         self.show = show
         self.output: Output
         self.statistics = statistics
-        self.device = model_device(source.model)
-        self.dtype = fast_dtype(source.dtype, self.device)
+        self.device = source.placement.device
+        self.forward = ranks.broadcast(result.plan.forward)  # the first decides: processors differ
+        self.dtype = self.forward.dtype
         self.ranks = ranks
         self.pool = ThreadPool.on(self.device)
         resumable = source.shards is not None
@@ -117,6 +118,7 @@ class Run:
         except PipelineError:
             self.calibrate(Part("", self.source.model))
             return
+        self.source.loader.in_order(layers)
         with progress("quantizing", len(layers) + 1, self.show) as advance:
             for index, layer in enumerate(layers):
                 if index >= self.done:
@@ -212,10 +214,11 @@ class Run:
                 self.result.modules[each] = result
 
     def _note_changed(self) -> None:
-        if self.solver.transforms and not self.calibrated:
+        changing = [a for a in self.solver.algorithms if a.transforms or a.rewrites]
+        if changing and not self.calibrated:
             writer = self.output.writer
             self.changed |= set() if writer is None else writer.changed  # includes a resumed run's
-            by = " and ".join(type(a.modifier).__name__ for a in self.solver.transforms)
+            by = " and ".join(type(a.modifier).__name__ for a in changing)
             example = f", such as {min(self.changed)}" if self.changed else ""
             self.result.notes.append(f"{by} changed {count(len(self.changed), 'tensor')}{example}")
 
@@ -233,12 +236,6 @@ class Run:
         if kept and writer is not None and self.ranks.is_first:
             writer.mark(self.marks.state())
         self.solver.require_all(kept)
-
-
-def model_device(model: Module) -> torch.device:
-    """Return the device of the weights in memory; the CPU if none is."""
-    devices: Iterator[torch.device] = (p.device for p in model.parameters())
-    return next((d for d in devices if d.type != "meta"), torch.device("cpu"))
 
 
 def _is_within(name: str, layers: set[str]) -> bool:

@@ -10,10 +10,11 @@ from typing import Any
 from steelyard.data.limits import check_numbers
 from steelyard.errors import DataError, nearest
 
-__all__ = ["PIPELINES", "UNCALIBRATED", "Options"]
+__all__ = ["PIPELINES", "UNCALIBRATABLE", "UNCALIBRATED", "Options"]
 
 PIPELINES = ("auto", "sequential", "basic", "datafree")
 UNCALIBRATED = ("error", "weights-only")
+UNCALIBRATABLE = ("note", "dynamic")
 COLLATORS = ("truncation", "padding")
 MAX_SEQ_LENGTH = 2048
 
@@ -51,6 +52,10 @@ class Options:
     """Draw samples at random; False uses the first ones."""
     seed: int = 0
     """Seed of the random draw."""
+    device: Any = "auto"
+    """Where a model in a folder is computed: auto, cpu, or an accelerator such as cuda, cuda:1 or
+    xpu; auto takes torch's current accelerator, if there is one. A loaded module stays where it
+    is, and a run without data or model class is computed on the CPU."""
     pipeline: str | None = "auto"
     """sequential (layer by layer), basic (the whole model at once), or datafree (file by file);
     auto chooses datafree if no data is needed, else sequential. None and independent, the default
@@ -60,6 +65,8 @@ class Options:
     an algorithm solves modules in the order of their calls; None lets the algorithms decide."""
     uncalibrated: str = "error"
     """What to do with modules that saw no token: error, or weights-only."""
+    uncalibratable: str = "note"
+    """What to do with modules whose inputs no static scale serves: note, or dynamic."""
     moe_calibrate_all_experts: bool = True
     """Whether the input ranges of an expert cover all tokens, not only those routed to it;
     Hessians and importance always use its own tokens."""
@@ -144,10 +151,13 @@ class Options:
         """Raise for invalid values."""
         _one_of("pipeline", self.route, PIPELINES)
         _one_of("uncalibrated", self.uncalibrated, UNCALIBRATED)
+        _one_of("uncalibratable", self.uncalibratable, UNCALIBRATABLE)
         if not callable(self.data_collator):
             _one_of("data_collator", self.data_collator, COLLATORS)
+        without_data = self.dataset is None and self.dataset_path is None
         check_numbers(
-            num_calibration_samples=self.num_calibration_samples,
+            # 0 is llm-compressor's way to say that there is no data
+            num_calibration_samples=self.num_calibration_samples or int(without_data),
             max_seq_length=self.sequence_length,
             batch_size=self.batch_size,
             seed=self.seed,

@@ -18,6 +18,7 @@ import torch
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 
 from steelyard.engine.output import Output
+from steelyard.engine.rewriting import add_matrices
 from steelyard.errors import CheckpointError, StrategyError
 from steelyard.formats import DENSE, format_named, format_of
 from steelyard.model.source import Source
@@ -78,6 +79,11 @@ def save_as_quantized(
         """
         shard_bytes = _shard_bytes(max_shard_size)
         chosen = _chosen_format(config, quantization_format, save_compressed)
+        if chosen == DENSE and plan.served:
+            raise CheckpointError(
+                f"save_compressed=False cannot store rotation {plan.served[0].group}, which a "
+                "server applies; save it compressed"
+            )
         if not (is_main_process and first):
             return
         _warn_of_idle(options)
@@ -97,6 +103,7 @@ def save_as_quantized(
             keep_tokenizer=True,
         ) as output:
             output.add(source.model, "", None)
+            add_matrices(output, plan)
             output.finish(config, recipe, modules, plan, add_files=add_files or bool)
 
     source.model.save_pretrained = save_pretrained

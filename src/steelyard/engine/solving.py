@@ -20,6 +20,7 @@ from steelyard.engine.block_work import Work
 from steelyard.engine.parts import Flow, Part
 from steelyard.engine.result import Result
 from steelyard.engine.statistics import RunStatistics
+from steelyard.engine.uncalibratable import replace_scheme, serve_dynamically
 from steelyard.errors import CalibrationError
 from steelyard.observers.calibration import Calibration
 from steelyard.observers.expert_sharing import share_among_experts, starved_experts
@@ -32,7 +33,8 @@ class Solver:
     """The algorithms of a run, and the modules that they could not solve.
 
     claims:       index in the recipe of the modifier that quantizes each module
-    uncalibrated: what to do with modules that saw no token, "error" or "weights-only"
+    uncalibrated: what to do with modules that saw no token, "error" or "weights-only", and with
+                  those that no static scale serves, "note" or "dynamic"
     resumable:    whether a run that ends in an error can be resumed
     """
 
@@ -41,7 +43,7 @@ class Solver:
         algorithms: Sequence[Algorithm],
         result: Result,
         statistics: RunStatistics,
-        uncalibrated: str,
+        uncalibrated: tuple[str, str],
         resumable: bool,
         device: torch.device,
         ranks: Ranks,
@@ -50,14 +52,14 @@ class Solver:
         self.algorithms = list(algorithms)
         self.result = result
         self.statistics = statistics
-        self.uncalibrated = uncalibrated
+        self.uncalibrated, self.uncalibratable = uncalibrated
         self.resumable = resumable
         self.device = device
         self.ranks = ranks
         self.pool = pool
         self.unseen: list[str] = []
         self._without_drift: set[str] = set()  # reasons
-        self.weights_only_schemes: dict[str, QuantizationScheme] = {}
+        self.own_schemes: dict[str, QuantizationScheme] = {}  # in place of the recipe's
         plan = result.plan
         self.claims = {planned.name: planned.modifier for planned in plan.quantized}
         self.claims |= dict.fromkeys(plan.attention, plan.attention_modifier)
@@ -174,6 +176,8 @@ class Solver:
         share_among_experts(calibration)
         self.result.notes += starved_experts(calibration)
         self._note_unseen(calibration)
+        served = serve_dynamically(calibration, self.uncalibratable, self.result.notes)
+        self.own_schemes |= served
         known = len(self.result.notes)
         found = work.solve()
         self._note_unweighed(calibration)
@@ -248,7 +252,7 @@ class Solver:
         """Return the modules that saw no token and have no weights to fall back to."""
         if self.uncalibrated == "error" and not self.resumable:
             return self.unseen
-        return [name for name in self.unseen if name not in self.weights_only_schemes]
+        return [name for name in self.unseen if name not in self.own_schemes]
 
     def _note_unseen(self, calibration: Calibration) -> None:
         for name in calibration.unseen():
@@ -260,10 +264,8 @@ class Solver:
             # a resumable run keeps it even with "error": the user may resume with "weights-only"
             continues = self.uncalibrated == "weights-only" or self.resumable
             if continues and scheme.weights is not None:
-                module.quantization_scheme = scheme
-                self.weights_only_schemes[name] = scheme
-                for parameter in [p for p in module._parameters if _of_activations(p)]:
-                    del module._parameters[parameter]
+                self.own_schemes[name] = scheme
+                replace_scheme(module, scheme, "input_", "output_")
 
     def _note_unweighed(self, calibration: Calibration) -> None:
         if not needs_data(self.algorithms):
@@ -276,7 +278,7 @@ class Solver:
     @property
     def uncalibrated_modules(self) -> list[str]:
         """The modules that saw no token and may not fall back to weights only."""
-        allowed = self.weights_only_schemes if self.uncalibrated == "weights-only" else ()
+        allowed = self.own_schemes if self.uncalibrated == "weights-only" else ()
         return [name for name in self.unseen if name not in allowed]
 
     def require_all(self, kept: bool) -> None:
@@ -294,7 +296,3 @@ class Solver:
             'uncalibrated="weights-only" to quantize only their weights, or add them to ignore.'
             f"{again if kept else ''}"
         )
-
-
-def _of_activations(parameter: str) -> bool:
-    return parameter.startswith(("input_", "output_"))

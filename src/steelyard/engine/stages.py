@@ -24,7 +24,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any, Generic, TypeVar
 
-import psutil
 import torch
 from greenlet import getcurrent, greenlet
 from torch.nn import Module
@@ -33,20 +32,13 @@ from torch.utils.hooks import RemovableHandle
 from steelyard.distributed import ThreadPool
 from steelyard.errors import PipelineError
 
-__all__ = ["CONCURRENT_BYTES", "Staged", "at_once", "holding_budget"]
+__all__ = ["CONCURRENT_BYTES", "Staged", "at_once"]
 
 T = TypeVar("T")
 
 CONCURRENT_BYTES = 256 << 20
 """Bytes that batches in flight may hold if no stage waits for all of them; exceeded if one batch
 per thread needs more."""
-
-
-def holding_budget(device: torch.device) -> int:
-    """Return how many bytes waiting batches may hold: a quarter of the free memory."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0]) // 4
-    return int(psutil.virtual_memory().available) // 4
 
 
 class _Pass(greenlet):  # type: ignore[misc]

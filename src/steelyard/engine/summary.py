@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,30 +15,53 @@ from steelyard.words import count, duration, number, size, table_lines
 if TYPE_CHECKING:
     from steelyard.engine.result import Result
 
-__all__ = ["TITLES", "error_rows", "report_in", "stored_bytes", "summary", "summary_lines"]
-
-TITLES = ("modules", "count", "error", "worst")
-"""Headers of the columns of `error_rows`; all but the first hold numbers."""
+__all__ = ["error_table", "report_in", "stored_bytes", "summary", "summary_lines"]
 
 
 def summary(result: Result) -> str:
     """Return a table of errors, followed by `summary_lines`."""
-    rows = error_rows(result)
-    lines = [*table_lines(TITLES, rows), ""] if rows else []
+    titles, rows = error_table(result)
+    lines = [*table_lines(titles, rows), ""] if rows else []
     return printable("\n".join([*lines, *summary_lines(result)]), keep="\n")
 
 
-def error_rows(result: Result) -> list[list[str]]:
-    """Return name, count, median and worst error, one row for modules of the same name by layer."""
+def error_table(result: Result) -> tuple[list[str], list[list[str]]]:
+    """Return the titles and rows of a table, a row for modules of the same name by layer.
+
+    With output errors, those come first, in decibels, and the worst row is the first. All columns
+    but the first hold numbers.
+    """
     schemes = {p.name: id(p.scheme) for p in result.plan.quantized}
     names = [name for name in result.modules if name in schemes]
-    rows = []
-    for label, members in grouped(names, str, lambda name: schemes[name]):
-        errors = (result.modules[name].error for name in members)
-        known = sorted(error for error in errors if error is not None)
-        middle, worst = (known[len(known) // 2], known[-1]) if known else (None, None)
-        rows.append([label, str(len(members)), number(middle), number(worst)])
-    return rows
+    groups = list(grouped(names, str, lambda name: schemes[name]))
+    weights = {
+        label: _middle_and_worst(result.modules[n].error for n in members)
+        for label, members in groups
+    }
+    outputs = {
+        label: _middle_and_worst(result.modules[n].details.get("output_error") for n in members)
+        for label, members in groups
+    }
+    if all(worst is None for _, worst in outputs.values()):
+        titles = ["modules", "count", "error", "worst"]
+        return titles, [
+            [label, str(len(members)), *map(number, weights[label])] for label, members in groups
+        ]
+    titles = ["modules", "count", "output SNR, dB", "worst", "weight error", "worst"]
+    groups.sort(key=lambda group: -(outputs[group[0]][1] or 0.0))
+    return titles, [
+        [label, str(len(members)), *map(_decibels, outputs[label]), *map(number, weights[label])]
+        for label, members in groups
+    ]
+
+
+def _middle_and_worst(errors: Iterable[float | None]) -> tuple[float | None, float | None]:
+    known = sorted(error for error in errors if error is not None)
+    return (known[len(known) // 2], known[-1]) if known else (None, None)
+
+
+def _decibels(error: float | None) -> str:
+    return "-" if error is None else f"{-10 * math.log10(error):.1f}" if error else "exact"
 
 
 def summary_lines(result: Result, said: Sequence[str] = ()) -> list[str]:

@@ -21,6 +21,7 @@ from steelyard.engine.stream import quantize
 from steelyard.engine.stream_jobs import Job, jobs_of
 from steelyard.errors import OptionError, PlanError
 from steelyard.kernels.squares import sum_of_squares
+from steelyard.model.placement import placement_of
 from steelyard.model.source import Source
 from steelyard.modifiers import QuantizationModifier
 from steelyard.modifiers.observer_choice import ObserverChoice
@@ -151,6 +152,7 @@ def compare(
     keep: Callable[[str], bool] = lambda name: True,
     layers: int | None = None,
     model_revision: str | None = None,
+    device: Any = "auto",
     show_progress: bool | None = None,
 ) -> Comparison:
     """Quantize the weights of a model in every combination of `schemes` and `observers`.
@@ -160,6 +162,7 @@ def compare(
     ignore: as in a recipe
     keep:   whether to compare the module of this name
     layers: number of decoder layers, evenly spread over the model; None compares all modules
+    device: where to quantize: auto, cpu, or an accelerator such as cuda, cuda:1 or xpu
     """
     for name in observers:
         if getattr(Observer.get_value_from_registry(name), "needs_importance", False):
@@ -167,6 +170,7 @@ def compare(
                 f"{name} weights columns by calibration data, but compare reads weights only: "
                 "remove it, or quantize with it and evaluate the result"
             )
+    placement = placement_of(device, model)
     source = Source.from_files(model, model_revision)
     assert source.shards is not None
     cases = [Case(scheme.upper(), observer) for scheme in schemes for observer in observers]
@@ -189,7 +193,7 @@ def compare(
     total = sum(view.info(name).nbytes for group in groups for name in group)
     with view, progress("comparing", total, show_progress, unit="bytes") as advance:
         for group in groups:
-            weights = {name: view.read(name) for name in group}
+            weights = {name: placement.bring(view.read(name)) for name in group}
             for name, weight in weights.items():
                 if (module := name.removesuffix(".weight")) in wanted:
                     comparison.energies[module] = _energy(weight)

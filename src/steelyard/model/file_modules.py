@@ -213,13 +213,13 @@ def _own_names(known: ModelClass | None) -> dict[str, str]:
     return found
 
 
-def untie_as_written(view: CheckpointView, quantized: Collection[str]) -> None:
-    """Untie the heads of a source that a checkpoint made of it holds quantized.
+def untie_as_written(view: CheckpointView, held: Collection[str]) -> None:
+    """Untie the heads of a source that a checkpoint made of it holds beside the embedding.
 
-    quantized: modules of the checkpoint
+    held: modules of the checkpoint that are quantized, or have a weight of their own
     """
     for name, other in FilesModel(view).all_tied_weights_keys.items():
-        if name.removesuffix(".weight") in quantized and other in view:
+        if name.removesuffix(".weight") in held and other in view:
             view.untie(name, other)
 
 

@@ -31,7 +31,7 @@ def save_hidden(sequence: LayerSequence, batches: Named, path: Path) -> None:
         for layer, output in batch.outputs.items():
             for place, tensor in places_in(output):
                 key = "/".join(map(str, (name, layer, *place)))
-                states[key] = tensor.contiguous().clone()  # several may be one
+                states[key] = tensor.cpu().contiguous().clone()  # several may be one
     metadata = {
         "structures": json.dumps({str(k): v for k, v in sequence.structures.items()}),
         "kept": json.dumps(kept),

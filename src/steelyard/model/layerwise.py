@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -90,6 +90,7 @@ class LayerwiseModel:
         self.label = f"the {role} model ({source.shards.folder})"
         with self._layer_errors():
             self.sequence = LayerSequence(source.model)
+        source.loader.in_order(self.sequence.layers)
 
     @property
     def vocab_size(self) -> int:
@@ -99,7 +100,6 @@ class LayerwiseModel:
     def hidden_size(self) -> int:
         return int(self.source.model.config.get_text_config().hidden_size)
 
-    @torch.no_grad()
     def run(
         self,
         samples: Sequence[Mapping[str, torch.Tensor]],
@@ -107,12 +107,24 @@ class LayerwiseModel:
         costs: Costs,
         advance: Callable[[float, str], None],
     ) -> list[Batch]:
-        """Return the batches after the last layer.
+        """Return the batches after the last layer; see `walk`."""
+        batches = [Batch(inputs) for inputs in samples]
+        for _ in self.walk(batches, held, costs, advance):
+            pass
+        return batches
+
+    def walk(
+        self,
+        batches: Sequence[Batch],
+        held: HiddenStates,
+        costs: Costs,
+        advance: Callable[[float, str], None],
+    ) -> Generator[int, None, None]:
+        """Run batches through the layers; yield the index of each while its weights are in memory.
 
         advance: called after each step, with its cost and its place
         """
         sequence, source = self.sequence, self.source
-        batches = [Batch(inputs) for inputs in samples]
         stored: list[torch.Tensor | None] = [None] * len(batches)
         for index, layer in enumerate(sequence.layers):
             where = f"{self.role} model, layer {index + 1} of {len(sequence)}"
@@ -128,16 +140,17 @@ class LayerwiseModel:
                 advance(costs.loading(index), where)
                 for number, batch in enumerate(batches):
                     if index in batch.calls:
-                        sequence.put(index, batch, sequence.run(index, batch))
+                        with torch.no_grad():
+                            sequence.put(index, batch, sequence.run(index, batch))
                         output = batch.outputs[index]
                         self._check(first_tensor(output), f"the output of {layer.name}")
                         if isinstance(output, torch.Tensor):
                             free = _unless_in(batch.outputs, stored[number])
                             stored[number] = batch.outputs[index] = held.put(output, free)
                     advance(costs.layer(index, batch.inputs["input_ids"].numel()), where)
-        return batches
+                yield index
 
-    def record(self, batches: list[Batch], index: int) -> None:
+    def record(self, batches: Sequence[Batch], index: int) -> None:
         """Record the calls of the next layers that are not known yet; enter the sequence first."""
         due = [batch for batch in batches if batch.due(index)]
         if not due:
@@ -162,7 +175,7 @@ class LayerwiseModel:
         width = embedding.weight.shape[-1]
 
         def zeros(input_ids: torch.Tensor) -> torch.Tensor:
-            return torch.zeros(*input_ids.shape, width, dtype=DTYPE)
+            return torch.zeros(*input_ids.shape, width, dtype=DTYPE, device=input_ids.device)
 
         before = embedding.__dict__.get("forward")
         inside = self.sequence.modules

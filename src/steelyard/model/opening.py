@@ -19,6 +19,7 @@ from steelyard.checkpoint.decoded import DecodedView
 from steelyard.errors import CheckpointError
 from steelyard.model.applied_schemes import apply_schemes
 from steelyard.model.model_folder import model_folder
+from steelyard.model.served_hooks import attach_rotations
 from steelyard.model.skeleton import build_skeleton
 from steelyard.model.source import Source
 
@@ -40,6 +41,8 @@ def open_model(model: str | Path, trust_remote_code: bool = False) -> tuple[Sour
     check_patterns(folder, view.quantization, [name for name, _ in skeleton.named_modules()])
     status = {"quantization_status": QuantizationStatus.COMPRESSED}
     apply_schemes(skeleton, view.quantization.model_copy(update=status))
+    for rotation in view.served:
+        attach_rotations(skeleton, rotation, view.matrix)
     for name, module in skeleton.named_modules():
         if getattr(module, "quantization_scheme", None) is not None:
             _attach(source, view, name, module)

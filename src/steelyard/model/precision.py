@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +14,19 @@ from compressed_tensors.quantization import QuantizationStatus
 from compressed_tensors.quantization.lifecycle.forward import forward_quantize
 from torch.nn import Module, Parameter
 
-__all__ = ["computing_in", "fast_dtype", "return_memory", "rounded_once"]
+from steelyard.distributed.packing import sendable
+
+__all__ = [
+    "FORWARDS",
+    "Forward",
+    "computing_in",
+    "forward_dtype",
+    "return_memory",
+    "rounded_once",
+]
+
+FORWARDS = ("auto", "fp32", "stored")
+"""Values of STEELYARD_FORWARD."""
 
 
 @contextlib.contextmanager
@@ -100,15 +114,57 @@ def _wider(
         yield next(parts[weight.device]).view(weight.shape) if is_cast else None
 
 
-def fast_dtype(stored: torch.dtype, device: torch.device) -> torch.dtype | None:
-    """Return a wider type that makes a forward pass faster, or None for the stored type.
+@sendable
+@dataclass(frozen=True)
+class Forward:
+    """The type that batches are computed in: that of the weights, or fp32.
 
-    It is fp32 on a CPU without matrix units.
+    reason: what decided it, for the plan; empty where there is no choice
     """
+
+    wide: bool = False
+    reason: str = ""
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """fp32, or None for the type of the weights."""
+        return torch.float32 if self.wide else None
+
+
+def forward_dtype(stored: torch.dtype, device: torch.device, compares: bool = False) -> Forward:
+    """Choose the type of the forward pass: that of the weights, or fp32 if it is faster or needed.
+
+    The flags of the processor decide, not a measurement, so that every run on a machine decides
+    alike. The environment variable STEELYARD_FORWARD forces `fp32`, or `stored`.
+
+    compares: whether an algorithm compares outputs of a block, whose differences are small
+    """
+    asked = os.environ.get("STEELYARD_FORWARD", "auto")
+    if asked not in FORWARDS:
+        expected = ", ".join(FORWARDS)
+        raise ValueError(f"STEELYARD_FORWARD must be one of {expected}, got {asked!r}")
     if device.type != "cpu" or stored.itemsize >= torch.float32.itemsize:
-        return None
-    has_tiles = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    return None if stored == torch.bfloat16 and has_tiles() else torch.float32
+        return Forward()
+    name = str(stored).removeprefix("torch.")
+    if asked != "auto":
+        wide, reason = asked == "fp32", "as STEELYARD_FORWARD asks"
+    elif compares:
+        wide, reason = True, "since an algorithm compares outputs"
+    else:
+        flag = _multiplies_bf16() if stored == torch.bfloat16 else None
+        wide = flag is None
+        slow, fast = f"since this CPU is slow in {name}", f"which this CPU multiplies ({flag})"
+        reason = slow if wide else fast
+    return Forward(wide, f"batches are computed in {'float32' if wide else name}, {reason}")
+
+
+def _multiplies_bf16() -> str | None:
+    """Return the processor's flag for fast products of bf16, if torch's library uses them."""
+    usable = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    for flag in ("amx_tile", "avx512_bf16") if usable() else ():
+        if getattr(torch.cpu, f"_is_{flag}_supported", lambda: False)():
+            return flag
+    return None
 
 
 def return_memory() -> None:

@@ -32,8 +32,11 @@ def repeated_layer(model: Any, layers: Iterable[Layer]) -> str | None:
     """Return the name of a layer that the forward calls again; None if it does not.
 
     Also None where that cannot be told without data: the forward takes other inputs than token ids,
-    or looks at values. The run then refuses the layer when it is called again.
+    or looks at values, or parameters are offloaded and would be loaded for it. The run then
+    refuses the layer when it is called again.
     """
+    if any(type(module._parameters) is not dict for module in model.modules()):
+        return None
     try:
         with (
             restored(model),

@@ -23,11 +23,13 @@ from steelyard.model.file_modules import FilesModel
 from steelyard.model.matching import name_as_files
 from steelyard.model.model_class import ModelClass, NoModelClass
 from steelyard.model.model_folder import model_folder
-from steelyard.model.precision import return_memory
+from steelyard.model.onloading import onloaded
+from steelyard.model.placement import Placement, module_device
 from steelyard.model.restoring import restored_on_error
 from steelyard.model.skeleton import build_skeleton, parts_of
 from steelyard.model.unstacking import Unstacked, unstack
 from steelyard.model.untying import Untied, own_name, untie
+from steelyard.model.weight_loading import WeightLoader
 from steelyard.model.written_names import files_of, written_names
 
 __all__ = ["Source"]
@@ -58,6 +60,12 @@ class Source:
         self._stacks: list[Unstacked] = []  # of a loaded module
         self._untied: list[Untied] = []
         self.loaded_from = loaded_from
+        self.place(Placement(module_device(model)))
+
+    def place(self, placement: Placement) -> None:
+        """Set the device that weights are loaded to."""
+        self.placement = placement
+        self.loader = WeightLoader(self._read, placement)
 
     @property
     def in_memory(self) -> bool:
@@ -243,42 +251,27 @@ class Source:
         without: Module | None = None,
         skip: tuple[str, ...] = (),
     ) -> Iterator[None]:
-        """Hold the weights of `module` in memory.
+        """Hold the weights of `module` on the device.
 
         without: a child whose modules are not loaded
         skip:    names of other modules that are not loaded
         """
+        if self.shards is None:
+            with onloaded(module, without):
+                yield
+            return
         excluded = set() if without is None else set(without.modules())
-        filled: list[tuple[Module, str]] = []
-        try:
-            if self.shards is not None:
-                for name, parent in module.named_modules():
-                    path = f"{prefix}.{name}".strip(".")
-                    if parent in excluded or path in skip:
-                        continue
-                    for leaf, parameter in list(parent._parameters.items()):
-                        if parameter is None or parameter.device.type != "meta":
-                            continue
-                        value = self._read(f"{path}.{leaf}".strip("."), parameter)
-                        if value is not None:
-                            parent._parameters[leaf] = Parameter(value, requires_grad=False)
-                            filled.append((parent, leaf))
+        with self.loader.loaded(module, prefix, excluded, skip):
             yield
-        finally:
-            for parent, leaf in filled:
-                held = parent._parameters[leaf]
-                assert held is not None
-                parent._parameters[leaf] = Parameter(held.data.to("meta"), requires_grad=False)
-            if filled:
-                return_memory()
 
-    def _read(self, name: str, parameter: Parameter) -> torch.Tensor | None:
+    def _read(self, name: str, parameter: Parameter | None) -> torch.Tensor | None:
         """Return a tensor of the model from the files; None if they do not hold it."""
         assert self.shards is not None
         if name in self.keys:
             return self.shards.read(self.keys[name])
         if name not in self.joined:
             return None
+        assert parameter is not None
         whole = torch.empty(parameter.shape, dtype=parameter.dtype)
         for original, part in parts_of(self.model, name, whole).items():
             part.copy_(self.shards.read(original))  # a view of the whole

@@ -1,0 +1,27 @@
+"""The accelerator of a rank: under `torchrun`, the one of its LOCAL_RANK."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import distributed as dist
+
+from steelyard.errors import RanksError
+
+__all__ = ["local_index"]
+
+
+def local_index() -> int:
+    """Return the index of this rank's accelerator; torch's current one if there are no ranks."""
+    given = os.environ.get("LOCAL_RANK", "")
+    joined = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if not given.isdecimal() or not (joined or "TORCHELASTIC_RUN_ID" in os.environ):
+        return torch.accelerator.current_device_index()
+    count = torch.accelerator.device_count()
+    if int(given) >= count:
+        raise RanksError(
+            f"LOCAL_RANK is {given}, but torch sees {count} accelerators: start as many ranks as "
+            "there are, or all on the CPU with device='cpu'"
+        )
+    return int(given)

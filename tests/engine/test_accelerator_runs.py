@@ -1,0 +1,86 @@
+"""Whole runs on an accelerator write the CPU's bytes, and bring each weight there once per pass."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import toy_runs
+from toy_process import on_toy
+
+import steelyard
+
+RUNS = [
+    ("llama", "dynamic"),
+    ("llama", "gptq"),
+    ("llama", "importance"),
+    ("llama", "cache"),
+    ("qwen3_moe", "static"),
+]
+
+
+@pytest.mark.parametrize(("family", "recipe"), RUNS, ids=lambda value: value)
+def test_a_run_writes_the_bytes_of_the_cpu(tmp_path: Path, family: str, recipe: str) -> None:
+    on_toy(tmp_path, toy_runs.same_bytes, tmp_path, family, recipe)
+
+
+def test_each_weight_goes_to_the_device_once_and_ahead(tmp_path: Path) -> None:
+    """The model has four shapes of weights in two layers, and an embedding; its head is not run."""
+    transfers = on_toy(tmp_path, toy_runs.same_bytes, tmp_path, "llama", "static")
+    brought = Counter(each.shape for each in transfers if each.to_device and len(each.shape) == 2)
+    weights = {(32, 32): 2 * 2, (16, 32): 2 * 2, (64, 32): 2 * 2, (32, 64): 2, (128, 32): 1}
+    assert {shape: brought[shape] for shape in weights} == weights
+    ahead = [each for each in transfers if each.stream == "side"]
+    assert len(ahead) == 9  # the parameters of the second layer
+    assert all(each.pinned and each.to_device for each in ahead)
+
+
+def test_a_layer_that_does_not_fit_twice_is_read_ahead_to_the_host(tmp_path: Path) -> None:
+    transfers = on_toy(tmp_path, toy_runs.without_room, tmp_path)
+    assert all(each.stream == "main" for each in transfers)
+
+
+def test_an_evaluation_has_the_figures_of_the_cpu(tmp_path: Path) -> None:
+    cpu, toy = on_toy(tmp_path, toy_runs.evaluations, tmp_path)
+    assert cpu == toy
+
+
+def test_a_comparison_has_the_errors_of_the_cpu(tmp_path: Path) -> None:
+    cpu, toy = on_toy(tmp_path, toy_runs.comparisons, tmp_path)
+    assert cpu == toy
+
+
+def test_a_batch_that_does_not_fit_is_halved(tmp_path: Path) -> None:
+    *notes, error = on_toy(tmp_path, toy_runs.short_of_memory, tmp_path)
+    halved = [note for note in notes if "ran out of memory" in note]
+    assert halved and "with 8 samples of at most 2048 tokens" in halved[0], notes
+    assert "out of memory on the device with 1 sample of at most 96 tokens" in error
+    assert "use max_seq_length=48, or device='cpu'" in error
+
+
+def test_a_stream_says_that_it_runs_on_the_cpu(tmp_path: Path) -> None:
+    notes = on_toy(tmp_path, toy_runs.notes_of_a_stream, tmp_path)
+    assert any(note.startswith("device='toy' has no effect") for note in notes), notes
+
+
+def test_choices_of_a_device(tmp_path: Path) -> None:
+    on_toy(tmp_path, toy_runs.choices, tmp_path)
+
+
+def test_only_placement_and_ranks_name_a_kind_of_device() -> None:
+    source = Path(steelyard.__file__).parent
+    named = re.compile(r"""\.cuda\b|["'](cuda|xpu|hip|mps|npu)\b|["']\w+:\d["']""")
+    found = [
+        f"{path.relative_to(source)}:{number}: {line.strip()}"
+        for path in sorted(source.rglob("*.py"))
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if named.search(line) and not _may_name(path.relative_to(source))
+    ]
+    assert not found, "\n".join(found)
+
+
+def _may_name(path: Path) -> bool:
+    """Kernels choose between their versions by device, each in its own predicate."""
+    return path == Path("model/placement.py") or path.parts[0] in ("distributed", "kernels")

@@ -1,0 +1,180 @@
+"""Runs of `oneshot` and `evaluate` on the CPU and on the toy device, in a process that has it."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import torch
+from families import assert_same_tensors, small_model, token_batches
+from toy_device import MEMORY, Transfer
+
+QUICK = "weight_observer: memoryless_minmax, ignore: [lm_head]"
+RECIPES = {
+    "dynamic": f"QuantizationModifier: {{scheme: W8A8, {QUICK}}}",
+    "gptq": f"GPTQModifier: {{scheme: W4A16, group_size: 16, {QUICK}}}",
+    "cache": """
+QuantizationModifier:
+  scheme: FP8
+  kv_cache_scheme: {num_bits: 8, type: float, strategy: tensor, dynamic: false, symmetric: true}
+  weight_observer: memoryless_minmax
+  ignore: [lm_head]
+""",
+    "static": """
+QuantizationModifier:
+  ignore: [lm_head]
+  config_groups:
+    group_0:
+      targets: [Linear]
+      weights: {num_bits: 8, strategy: channel, observer: memoryless_minmax}
+      input_activations: {num_bits: 8, symmetric: false, observer: minmax}
+""",
+    "importance": """
+IMatrixGatherer: {ignore: [lm_head]}
+QuantizationModifier:
+  ignore: [lm_head]
+  config_groups:
+    group_0:
+      targets: [Linear]
+      weights: {num_bits: 4, strategy: group, group_size: 32, observer: imatrix_mse}
+""",
+}
+
+
+def model_folder(folder: Path, family: str = "llama", **changes: Any) -> Path:
+    """Save a small model in fp32: in bf16, a CPU computes in another type than an accelerator."""
+    small = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, **changes}
+    small_model(family, torch.float32, **small).save_pretrained(folder)
+    return folder
+
+
+def data() -> list[dict[str, torch.Tensor]]:
+    return [{"input_ids": batch} for batch in token_batches()]
+
+
+def run(model: Any, recipe: str, output: Path, **options: Any) -> Any:
+    from steelyard import oneshot
+
+    given = None if recipe == "dynamic" else data()
+    return oneshot(model, RECIPES[recipe], given, output, **options)
+
+
+def same_bytes(folder: Path, family: str, recipe: str) -> list[Transfer]:
+    """Run a recipe on both devices, and compare the files; return the transfers of the second."""
+    model = model_folder(folder / "model", family)
+    options = {"pipeline": "sequential"} if recipe == "dynamic" else {}  # else file by file
+    run(model, recipe, folder / "cpu", device="cpu", **options)
+    MEMORY[0].reset()
+    run(model, recipe, folder / "toy", device="toy", **options)
+    assert_nothing_left()
+    assert_same_tensors(folder / "cpu", folder / "toy")
+    return list(MEMORY[0].transfers)
+
+
+def assert_nothing_left() -> None:
+    """The device holds no tensor; but for two limits of a type, which compressed-tensors keeps."""
+    from steelyard.checkpoint.figures import _places
+
+    _places.cache_clear()
+    gc.collect()
+    assert MEMORY[0].used <= 64, MEMORY[0].blocks
+
+
+def notes_of_a_stream(folder: Path) -> list[str]:
+    """Return the notes of a run that needs no data, with a device that it does not use."""
+    model = model_folder(folder / "model")
+    MEMORY[0].reset()
+    found = run(model, "dynamic", folder / "toy", device="toy")
+    assert not MEMORY[0].transfers
+    return list(found.notes)
+
+
+def without_room(folder: Path) -> list[Transfer]:
+    """Run on a device whose free memory never holds four layers."""
+    model = model_folder(folder / "model")
+    MEMORY[0].reset(limit := 4 * 37_000)
+    run(model, "dynamic", folder / "toy", device="toy", pipeline="sequential")
+    assert MEMORY[0].peak <= limit
+    return list(MEMORY[0].transfers)
+
+
+def evaluations(folder: Path) -> tuple[Any, Any]:
+    """Return the figures of an evaluation on both devices."""
+    from steelyard.evaluate import evaluate
+
+    model = model_folder(folder / "model")
+    run(model, "static", folder / "quantized", device="cpu")
+    found = []
+    for device in ("cpu", "toy"):
+        figures = evaluate(model, folder / "quantized", data(), device=device).as_dict()
+        found.append({name: value for name, value in figures.items() if name != "seconds"})
+    assert MEMORY[0].peak > 0
+    assert_nothing_left()
+    return found[0], found[1]
+
+
+def comparisons(folder: Path) -> tuple[Any, Any]:
+    """Return the errors of a comparison of schemes on both devices."""
+    from steelyard.engine.weight_comparison import compare
+
+    model, found = model_folder(folder / "model"), []
+    for device in ("cpu", "toy"):
+        compared = compare(model, ["FP8_DYNAMIC"], ["memoryless_minmax"], device=device)
+        found.append([case.errors for case in compared.cases])
+    assert MEMORY[0].peak > 0
+    return found[0], found[1]
+
+
+def choices(folder: Path) -> None:
+    """Check what each value of `device` means, for a folder and for a module."""
+    from toy_checks import raising
+
+    from steelyard.errors import PlanError
+    from steelyard.model.placement import placement_of
+
+    toy, module = torch.device("toy", 0), torch.nn.Linear(2, 2)
+    assert placement_of("auto", folder).device == toy
+    assert placement_of("toy", folder).device == toy
+    assert placement_of("toy:1", folder).device == torch.device("toy", 1)
+    assert placement_of("cpu", folder).device == torch.device("cpu")
+    assert placement_of("auto", module).device == torch.device("cpu")
+    assert placement_of("auto", module.to("toy")).device == toy
+    with raising(PlanError, "does not move a loaded module"):
+        placement_of("cpu", module)
+    with raising(PlanError, "torch sees 2"):
+        placement_of("toy:2", folder)
+    with raising(PlanError, "use auto, cpu or toy"):
+        placement_of("xpu", folder)
+    with raising(PlanError, "is not known"):
+        placement_of("gpu", folder)
+
+
+def short_of_memory(folder: Path) -> list[str]:
+    """Run with batches that do not fit; return the notes, and the message if none fits."""
+    from steelyard import oneshot
+    from steelyard.errors import PipelineError
+
+    model = model_folder(folder / "model")
+    rows = torch.randint(3, 128, (8, 96), generator=torch.Generator().manual_seed(0)).tolist()
+    peaks = {}
+    for size in (1, 8):
+        MEMORY[0].reset()
+        output = folder / f"batch-{size}"
+        oneshot(model, RECIPES["static"], rows, output, device="toy", batch_size=size)
+        peaks[size] = MEMORY[0].peak
+    MEMORY[0].reset((peaks[1] + peaks[8]) // 2)
+    output = folder / "halved"
+    found = oneshot(model, RECIPES["static"], rows, output, device="toy", batch_size=8)
+    assert MEMORY[0].refused and MEMORY[0].peak <= MEMORY[0].limit
+    fitting = 8 // 2 ** sum("ran out of memory" in note for note in found.notes)
+    MEMORY[0].reset()
+    again = folder / "fitting"
+    oneshot(model, RECIPES["static"], rows, again, device="toy", batch_size=fitting)
+    assert_same_tensors(output, again)
+    MEMORY[0].reset(peaks[1] // 2)
+    try:
+        oneshot(model, RECIPES["static"], rows, folder / "none", device="toy", max_seq_length=96)
+    except PipelineError as error:
+        return [*found.notes, str(error)]
+    raise AssertionError("half the memory was enough")
