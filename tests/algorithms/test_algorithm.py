@@ -18,6 +18,7 @@ from torch.testing import assert_close
 
 from steelyard import oneshot
 from steelyard.algorithms import Algorithm, Block, ExactSum, Largest, Needs, Seen, Smallest
+from steelyard.checkpoint.provenance import read_provenance
 from steelyard.distributed import Ranks
 from steelyard.errors import (
     CalibrationError,
@@ -208,7 +209,6 @@ def halving(in_place: bool = False) -> Any:
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("data", [True, None])
 def test_changed_tensors_are_written(in_place: bool, data: Any, source: Path) -> None:
-    import json
 
     kind, _ = noting(Needs(inputs=True) if data else Needs(), halving(in_place))
     out = run(source, kind(targets=[NORM.removesuffix(".weight")]), data=data)
@@ -217,7 +217,8 @@ def test_changed_tensors_are_written(in_place: bool, data: Any, source: Path) ->
     both = before.keys() & after.keys() - {NORM}
     same = [name for name in both if after[name].dtype == before[name].dtype]
     assert len(same) > 5 and all(torch.equal(after[name], before[name]) for name in same)
-    assert json.loads((out / "provenance.json").read_text())["changed"] == [NORM]
+    provenance = read_provenance(out)
+    assert provenance is not None and provenance.changed == [NORM]
     assert f"Noting changed 1 tensor, such as {NORM}" in (out / "report.json").read_text()
 
 

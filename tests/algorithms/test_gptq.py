@@ -22,6 +22,7 @@ from steelyard.engine import passes
 from steelyard.engine.block_work import Moment, Work
 from steelyard.engine.passes import Passes
 from steelyard.errors import RecipeError
+from steelyard.kernels.dampening import STEPS
 from steelyard.kernels.gptq_rounding import solve
 from steelyard.modifiers import GPTQModifier, IMatrixGatherer, QuantizationModifier
 from steelyard.modifiers.gptq import _stores_groups
@@ -412,8 +413,9 @@ def test_batches_are_seen_as_they_are(source: Path, tmp_path: Path) -> None:
 
 def test_drift_correction_is_an_option_and_reported(source: Path, tmp_path: Path) -> None:
     def run(**options: Any) -> Any:
+        options = {"held_out_dampening": False, **options}
         recipe = GPTQModifier(config_groups=groups(), ignore=["lm_head"], **options)
-        return oneshot(source, recipe, correlated(), tmp_path / str(len(options)))
+        return oneshot(source, recipe, correlated(), tmp_path / str(len(options) - 1))
 
     result, plain = run(), run(drift_correction=False)
     factors = {name: each.details["drift_factor"] for name, each in result.modules.items()}
@@ -425,6 +427,22 @@ def test_drift_correction_is_an_option_and_reported(source: Path, tmp_path: Path
     for name in first:
         assert torch.equal(ours[f"{name}.weight_packed"], theirs[f"{name}.weight_packed"])
     assert not any("drift" in note for note in result.notes)
+
+
+def test_held_out_dampening_is_an_option_and_reported(source: Path, tmp_path: Path) -> None:
+    def run(**options: Any) -> dict[str, float]:
+        recipe = GPTQModifier(config_groups=groups(), ignore=["lm_head"], **options)
+        result = oneshot(source, recipe, token_batches(), tmp_path / str(len(options)))
+        assert not any("dampening" in note for note in result.notes)
+        return {name: each.details["dampening_frac"] for name, each in result.modules.items()}
+
+    fixed, chosen = run(held_out_dampening=False), run()
+    assert set(fixed.values()) == {0.01}
+    allowed = [step * 0.01 for step in STEPS]
+    assert all(any(frac == pytest.approx(each) for each in allowed) for frac in chosen.values())
+    assert max(chosen.values()) > 0.01  # 105 tokens are few for 64 and 128 columns
+    for layer in ("model.layers.0.self_attn", "model.layers.1.self_attn"):  # one input, one choice
+        assert len({chosen[f"{layer}.{name}_proj"] for name in "qkv"}) == 1
 
 
 @pytest.mark.parametrize(

@@ -81,12 +81,15 @@ def test_named_observers_are_kept() -> None:
     assert weights_of(chosen).observer == "memoryless_minmax"
 
 
-def test_a_preset_keeps_what_it_names_for_activations() -> None:
-    preset = preset_name_to_scheme("FP8", ["Linear"])
-    made = QuantizationModifier(scheme="FP8").config.config_groups["group_0"]
+def test_presets_get_the_default_but_for_global_scales() -> None:
+    preset = preset_name_to_scheme("NVFP4", ["Linear"])
+    made = QuantizationModifier(scheme="NVFP4").config.config_groups["group_0"]
     assert preset.input_activations is not None
     assert made.input_activations.observer == preset.input_activations.observer
     assert made.weights.observer == WEIGHT_OBSERVER
+    static = QuantizationModifier(scheme="FP8").config.config_groups["group_0"]
+    assert static.input_activations.observer == ACTIVATION_OBSERVER
+    assert static.weights.observer == WEIGHT_OBSERVER
     dynamic = QuantizationModifier(scheme="W8A8").config.config_groups["group_0"]
     assert dynamic.input_activations.observer is None
 
@@ -104,3 +107,13 @@ def test_a_scheme_applied_by_hand(base_name: str) -> None:
     initialize_observer(module, base_name)
     expected = Observer.get_value_from_registry(default_observer(base_name))
     assert type(getattr(module, f"{base_name}_observer")) is expected
+
+
+def test_a_global_scale_covers_all_inputs() -> None:
+    """Of NVFP4's inputs only the global scale is static, and a range cut short would clip them."""
+    args = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+    weights = {**args, "observer": "memoryless_minmax"}
+    inputs = {**args, "dynamic": "local"}
+    scheme = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    made = QuantizationModifier(config_groups={"all": scheme}).config.config_groups["all"]
+    assert made.input_activations.observer == "minmax"

@@ -247,7 +247,8 @@ def test_histograms_of_too_many_groups_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["static_minmax", "minmax", "mse", "percentile", "entropy", "histogram_mse"]
+    "name",
+    ["static_minmax", "minmax", "mse", "percentile", "entropy", "histogram_mse", "token_mse"],
 )
 def test_headroom_enlarges_what_the_global_scale_reaches(name: str) -> None:
     args = preset_name_to_scheme("NVFP4", ["Linear"]).input_activations

@@ -239,6 +239,29 @@ def test_ignore_that_matches_nothing_is_an_error_unless_it_is_usual(
             only(plan.errors, repr(ignore), said)
 
 
+@pytest.mark.parametrize(
+    "ignore",
+    [
+        "re:.*audio.*",
+        "re:.*mm_projector.*",
+        "re:.*q_a_proj$",
+        "re:.*kv_a_proj_with_mqa$",
+        r"re:.*gate_up_proj$",
+        r"re:.*layers\.(56|57)\..*",
+        "re:.*mtp.layers.*",
+        "backbone.norm_f",
+    ],
+)
+def test_ignore_of_another_family_is_a_warning(ignore: str) -> None:
+    """Scripts ignore parts that only some models of a family have; these resemble no name here."""
+    for plan in (
+        plan_of(small_model("llama"), scheme="W8A8", ignore=["lm_head", ignore]),
+        recipe_plan(small_model("llama"), IMatrixGatherer(ignore=[ignore]), **weights("optimal")),
+    ):
+        assert not plan.errors
+        only(plan.warnings, repr(ignore), "the model has no such module")
+
+
 def test_target_of_a_gatherer_that_matches_nothing() -> None:
     plan = recipe_plan(
         small_model("llama"), IMatrixGatherer(targets=["Liner"]), **weights("optimal")

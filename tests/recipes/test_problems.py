@@ -264,7 +264,7 @@ def test_what_is_no_recipe(recipe: Any, told: str) -> None:
     ("name", "remedy"),
     [
         ("QuantizationModifier", "from steelyard.modifiers import QuantizationModifier"),
-        ("QuIPModifier", "QuIPModifier is not implemented yet; use GPTQModifier"),
+        ("SparseGPTModifier", "SparseGPTModifier is not implemented yet; use llm-compressor"),
         ("OtherModifier", "steelyard has .*QuantizationModifier"),
     ],
 )

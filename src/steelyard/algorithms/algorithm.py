@@ -1,7 +1,11 @@
 """The base class of algorithms.
 
 A modifier is a record of options; the algorithm that it names does the work. The engine calls the
-methods below for each block, in this order:
+methods below. Once, before any block:
+
+    algorithm.rewrite(source)                 compute tensors anew, from the source's alone
+
+for each block, in this order:
 
     state = algorithm.begin(block)            before any data
     algorithm.see(state, seen)                one batch at one module, in the order of the batches
@@ -33,6 +37,7 @@ import torch
 from steelyard.algorithms.needs import Needs
 from steelyard.distributed import sendable
 from steelyard.errors import RecipeError, nearest
+from steelyard.model.rewrites import Rewrites
 from steelyard.modifiers import Modifier
 from steelyard.registry import Registry
 
@@ -98,6 +103,8 @@ class Algorithm:
 
     transforms: ClassVar[bool] = False
     """Whether `transform` changes tensors; set for a subclass that defines it."""
+    rewrites: ClassVar[bool] = False
+    """Whether `rewrite` replaces tensors of the source; set for a subclass that defines it."""
     finishes: ClassVar[bool] = False
     """Whether `finish` may replace tensors; set for a subclass that defines it."""
     streams: ClassVar[bool] = False
@@ -111,6 +118,8 @@ class Algorithm:
         super().__init_subclass__(**options)
         if "transform" in cls.__dict__ and "transforms" not in cls.__dict__:
             cls.transforms = True
+        if "rewrite" in cls.__dict__:
+            cls.rewrites = True
         if "finish" in cls.__dict__:
             cls.finishes = True
 
@@ -125,6 +134,15 @@ class Algorithm:
     @property
     def needs(self) -> Needs:
         return Needs()
+
+    # -- the source ---------------------------------------------------------------------------
+
+    def rewrite(self, source: Source, notes: list[str]) -> Rewrites:
+        """Return tensors of the whole model to compute anew, before any block and without data.
+
+        Every rank and every resumed run calls this, and must get the same.
+        """
+        return Rewrites()
 
     # -- one block ----------------------------------------------------------------------------
 

@@ -71,7 +71,7 @@ def rounded_inputs(module: Module, x: torch.Tensor, ranges: torch.Tensor) -> Rou
 
 
 def _observer(args: QuantizationArgs, base_name: str) -> Observer:
-    name = args.observer or default_observer(base_name)
+    name = args.observer or default_observer(base_name, args.strategy)
     return Observer.load_from_registry(name, base_name=base_name, args=args)
 
 

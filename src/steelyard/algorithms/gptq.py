@@ -80,7 +80,7 @@ class GPTQ(Nearest):
     def solve(self, block: Block, state: Hessians) -> dict[str, ModuleResult]:
         mine = [name for name in state.modules if name in block.mine]
         if self.modifier.actorder in REGROUPING:
-            state.prepare(mine, self.modifier.dampening_frac or 0.0)
+            self._prepare(state, mine)
             for name in mine:
                 self._regroup(state, name)
         results = super().solve(block, state)
@@ -88,17 +88,27 @@ class GPTQ(Nearest):
         for some in rounds:
             if len(rounds) > 1:  # of experts: what one round frees, threads of the next cannot fill
                 return_memory()
-            state.prepare(some, self.modifier.dampening_frac or 0.0)
+            self._prepare(state, some)
             solved = block.pool.do(
                 (i, partial(self._solve, state, name)) for i, name in enumerate(some)
             )
             for name, (result, error, details) in zip(some, solved, strict=True):
                 if result.fallback is None:  # else the writer rounds it to nearest
                     block.change(f"{name}.weight", result.weight)
-                self._note(block.notes, name, result)
+                if (note := _note(name, result, self._dampening(state, name))) is not None:
+                    block.notes.append(note)
                 results[name] = ModuleResult(error, state.tokens(name), details)
                 state.release(name)
         return results
+
+    def _prepare(self, state: Hessians, names: Sequence[str]) -> None:
+        modifier = self.modifier
+        state.prepare(names, modifier.dampening_frac or 0.0, modifier.held_out_dampening)
+
+    def _dampening(self, state: Hessians, name: str) -> float:
+        """Return the dampening to solve a module with, after `_prepare`."""
+        chosen = state.dampening_frac(name)
+        return (self.modifier.dampening_frac or 0.0) if chosen is None else chosen
 
     def _regroup(self, state: Hessians, name: str) -> None:
         """Put columns of similar importance into one group."""
@@ -126,20 +136,24 @@ class GPTQ(Nearest):
             args,
             getattr(module, "weight_global_scale", None),
             block_size=modifier.block_size,
-            dampening_frac=modifier.dampening_frac or 0.0,
+            dampening_frac=self._dampening(state, name),
             order=None if modifier.actorder is None else activation_order(hessian),
             g_idx=getattr(module, "weight_g_idx", None),
             target=target,
             rounds=modifier.refinements,
         )
+        signal = float(((module.weight.data.float() @ hessian) * module.weight.data).sum())
         if result.fallback is not None:
             error = weight_error(module) or 0.0
-            return result, error, with_figures(_details(result, 0.0), module_figures(module))
-        module.register_parameter("weight_scale", Parameter(result.scale, requires_grad=False))
+            details = _details(result, 0.0, signal)
+            return result, error, with_figures(details, module_figures(module))
+        # contiguous, since a module that is offloaded to disk writes it to a file
+        scale = Parameter(result.scale.contiguous(), requires_grad=False)
+        module.register_parameter("weight_scale", scale)
         off = (module.weight.data.float() - result.weight.float()).square_()
         error = relative_error(float(off.sum(dtype=torch.float64)), module.weight.data)
-        details = with_figures(_details(result, drift), module_figures(module, after=result.weight))
-        return result, error, details
+        figures = module_figures(module, after=result.weight)
+        return result, error, with_figures(_details(result, drift, signal), figures)
 
     def _target(self, state: Hessians, name: str) -> tuple[torch.Tensor | None, float]:
         """Return the weight to round to, None for its own, and the factor of the shift."""
@@ -148,13 +162,6 @@ class GPTQ(Nearest):
             return None, 0.0
         target, factor = drift.shifted(weight.data)
         return (target, factor) if factor else (None, 0.0)
-
-    def _note(self, notes: list[str], name: str, result: GPTQResult) -> None:
-        dampening = self.modifier.dampening_frac or 0.0
-        if result.fallback is not None:
-            notes.append(f"{name}: rounded to nearest, since {result.fallback}")
-        elif result.dampening_frac > dampening:
-            notes.append(f"{name}: its Hessian needed a dampening of {result.dampening_frac:g}")
 
 
 def _rounds(names: Sequence[str], state: Hessians, most: int) -> Iterator[list[str]]:
@@ -197,8 +204,19 @@ def _scheme(module: Any) -> Any:
     return module.quantization_scheme
 
 
-def _details(result: GPTQResult, drift: float) -> dict[str, Any]:
+def _note(name: str, result: GPTQResult, dampening_frac: float) -> str | None:
+    """Return what the report should say about a solved module, if anything."""
+    if result.fallback is not None:
+        return f"{name}: rounded to nearest, since {result.fallback}"
+    if result.dampening_frac > dampening_frac:
+        return f"{name}: its Hessian needed a dampening of {result.dampening_frac:g}"
+    return None
+
+
+def _details(result: GPTQResult, drift: float, signal: float) -> dict[str, Any]:
+    """Return figures; the output error is the loss over the square of the outputs, tr(W H W^T)."""
     return {
+        "output_error": result.loss / signal if signal > 0 else None,
         "drift_factor": drift,
         "loss": result.loss,
         "nearest_loss": result.nearest_loss,

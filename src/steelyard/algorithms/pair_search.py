@@ -12,11 +12,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch.nn import Module
 
 from steelyard.algorithms.block import Block
 from steelyard.algorithms.mapped_pairs import mapped_pairs
+from steelyard.algorithms.norm_probes import norm_offset
 from steelyard.algorithms.pair_check import PairCheck
 from steelyard.algorithms.pairs import Pair
 from steelyard.algorithms.tracing import TracedCall, numbers_of, pattern_of, reads, trace
@@ -126,24 +126,8 @@ class _PairSearch:
         return Pair(call.name, fitting, size, offset=self._offset(call.name))
 
     def _offset(self, name: str) -> float:
-        """Return what a norm adds to its weight, measured: 0, or 1 in Gemma."""
-        module: Any = self.block.within[name]
         call = self.calls[name]
-        kept = {leaf: p.data for leaf, p in module._parameters.items() if p is not None}
-        dtype = call.output.dtype
-        try:
-            outputs = []
-            for value in (0.0, 1.0):
-                for leaf, data in kept.items():
-                    fill = value if leaf == "weight" else 0.0
-                    module._parameters[leaf].data = torch.full_like(data, fill, dtype=dtype)
-                outputs.append(module(call.input).double())
-        finally:
-            for leaf, data in kept.items():
-                module._parameters[leaf].data = data
-        at_zero, step = outputs[0], outputs[1] - outputs[0]
-        total = float(step.square().sum())
-        return round(float((at_zero * step).sum()) / total, 3) if total else 0.0
+        return norm_offset(self.block.within[name], call.input, call.output.dtype)
 
     # -- Linear layers ------------------------------------------------------------------------
 

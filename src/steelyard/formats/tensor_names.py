@@ -24,6 +24,7 @@ __all__ = [
     "ZERO_POINT",
     "base_of",
     "holds_values",
+    "is_global_scale",
     "is_parameter",
     "is_scale",
     "is_state_parameter",
@@ -72,6 +73,11 @@ def is_scale(local: str) -> bool:
     [True, True, False]
     """
     return _SCALE.search(local) is not None
+
+
+def is_global_scale(local: str) -> bool:
+    """Whether the tensor holds a global scale, which is a divisor."""
+    return local.endswith("_global_scale")
 
 
 def is_zero_point(local: str) -> bool:

@@ -32,7 +32,6 @@ from steelyard.modifiers.nearest import QuantizationModifier
 from steelyard.modifiers.observer_choice import with_default
 from steelyard.modifiers.schemes import args_problem
 from steelyard.modifiers.targets import Target
-from steelyard.names import WEIGHT_OBSERVER
 
 __all__ = ["GPTQModifier"]
 
@@ -54,7 +53,12 @@ class GPTQModifier(QuantizationModifier):
     )
     block_size: int = Field(default=128, ge=1, description="columns between two large products")
     dampening_frac: float | None = Field(
-        default=0.01, ge=0, description="added to the diagonal, as a fraction of its mean"
+        default=0.01, ge=0, description="added to the diagonal, as a fraction of its mean; at least"
+    )
+    held_out_dampening: bool = Field(
+        default=True,
+        description="raise dampening_frac, up to 30 times, as far as held-out batches confirm it; "
+        "takes effect with drift_correction",
     )
     actorder: ActivationOrdering | None = Field(
         default=ActivationOrdering.STATIC,
@@ -79,7 +83,7 @@ class GPTQModifier(QuantizationModifier):
     @model_validator(mode="before")
     @classmethod
     def _default_observer(cls, data: Any) -> Any:
-        return with_default(data, "weights", WEIGHT_OBSERVER)
+        return with_default(data, "weights", "weight")
 
     @field_validator("sequential_targets", mode="before")
     @classmethod

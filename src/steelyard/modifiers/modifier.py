@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from compressed_tensors.quantization import QuantizationConfig
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from steelyard.formats.served_rotation import ServedRotation
 from steelyard.modifiers.targets import Target
 from steelyard.registry import Registry
 
@@ -91,6 +92,15 @@ class Modifier(BaseModel, metaclass=_Refusing):
     def patterns(self) -> list[str]:
         """Return all targets and ignores in the options."""
         return [*self.targets, *self.ignore]
+
+    def served_rotations(self) -> list[ServedRotation]:
+        """Return rotations that a server applies while the model runs."""
+        return []
+
+    @property
+    def unties_heads(self) -> bool:
+        """Whether output heads that share the embedding's weight get one of their own."""
+        return False
 
     @property
     def allows_padding(self) -> bool:

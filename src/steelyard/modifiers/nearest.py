@@ -33,9 +33,10 @@ from steelyard.modifiers.schemes import (
     shared_target,
 )
 from steelyard.modifiers.targets import Target
-from steelyard.names import ACTIVATION_OBSERVER, WEIGHT_OBSERVER
 
 __all__ = ["QuantizationModifier"]
+
+_VALUES = {"weights": "weight", "input_activations": "input", "output_activations": "output"}
 
 
 @Modifier.register("QuantizationModifier")
@@ -82,12 +83,11 @@ class QuantizationModifier(Modifier):
         """Fill in the defaults before compressed-tensors fills in its own."""
         if not isinstance(data, Mapping):
             return data
-        filled = with_default(data, "kv_cache_scheme", ACTIVATION_OBSERVER)
+        filled = with_default(data, "kv_cache_scheme", "k")
         groups = data.get("config_groups")
         if isinstance(groups, Mapping):
-            for field in ("input_activations", "output_activations"):
-                groups = {k: with_default(v, field, ACTIVATION_OBSERVER) for k, v in groups.items()}
-            groups = {k: with_default(v, "weights", WEIGHT_OBSERVER) for k, v in groups.items()}
+            for field, base_name in _VALUES.items():
+                groups = {k: with_default(v, field, base_name) for k, v in groups.items()}
             filled = {**filled, "config_groups": groups}
         return filled
 
@@ -267,16 +267,20 @@ class QuantizationModifier(Modifier):
         ]
 
     def _kv_cache_args(self) -> QuantizationArgs | None:
-        return observed(self.kv_cache_scheme, self.activation_observer, ACTIVATION_OBSERVER)
+        return observed(self.kv_cache_scheme, self.activation_observer, "k")
 
 
 def _preset(name: str, targets: list[str]) -> QuantizationScheme:
-    """Return a preset without its default weight observer."""
+    """Return a preset without its observers; only that of a global scale stays."""
     scheme = preset_name_to_scheme(name, targets)
-    if scheme.weights is None:
-        return scheme
-    unset = scheme.weights.model_copy(update={"observer": None, "observer_kwargs": {}})
-    return scheme.model_copy(update={"weights": unset})
+    unset: dict[str, Any] = {"observer": None, "observer_kwargs": {}}
+    fields = {
+        field: args.model_copy(update=unset)
+        for field in _VALUES
+        if (args := getattr(scheme, field)) is not None
+        and (field == "weights" or args.strategy == "tensor")
+    }
+    return scheme.model_copy(update=fields)
 
 
 def _refuse_shared(targets: dict[str, list[str]]) -> None:

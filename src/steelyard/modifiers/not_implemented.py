@@ -4,12 +4,9 @@ from __future__ import annotations
 
 __all__ = ["NOT_IMPLEMENTED", "not_implemented"]
 
-_ROTATED = "GPTQModifier, or run llm-compressor first and quantize its output"
 _PRUNED = "llm-compressor to prune, and quantize its output"
 
 NOT_IMPLEMENTED = {
-    "SpinQuantModifier": _ROTATED,
-    "QuIPModifier": _ROTATED,
     "SparseGPTModifier": _PRUNED,
     "WandaPruningModifier": _PRUNED,
     "MagnitudePruningModifier": _PRUNED,

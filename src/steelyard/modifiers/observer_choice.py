@@ -9,7 +9,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from steelyard.formats.signed_scales import reads_signed_scales
-from steelyard.names import ACTIVATION_OBSERVER, WEIGHT_OBSERVER
+from steelyard.names import default_observer
 from steelyard.observers import Observer
 from steelyard.observers.observer_options import parse_options
 
@@ -56,13 +56,13 @@ def with_observers(
     outputs: ObserverChoice | None,
 ) -> QuantizationScheme:
     """Return a copy of `scheme` with the chosen observers, else its own, else the default."""
-    stored = observed(scheme.weights, weights, WEIGHT_OBSERVER)
+    stored = observed(scheme.weights, weights, "weight")
     if stored is not None and reads_signed_scales(scheme):
         stored = _signed(stored)
     chosen = {
         "weights": stored,
-        "input_activations": observed(scheme.input_activations, inputs, ACTIVATION_OBSERVER),
-        "output_activations": observed(scheme.output_activations, outputs, ACTIVATION_OBSERVER),
+        "input_activations": observed(scheme.input_activations, inputs, "input"),
+        "output_activations": observed(scheme.output_activations, outputs, "output"),
     }
     return scheme.model_copy(update=chosen)
 
@@ -78,7 +78,7 @@ def _signed(args: QuantizationArgs) -> QuantizationArgs:
 
 
 def observed(
-    args: QuantizationArgs | None, choice: ObserverChoice | None, default: str
+    args: QuantizationArgs | None, choice: ObserverChoice | None, base_name: str
 ) -> QuantizationArgs | None:
     """Return a copy of `args` with the chosen observer, else its own, else the default."""
     if args is None or args.dynamic is True:
@@ -87,12 +87,12 @@ def observed(
         return args.model_copy(
             update={"observer": choice.name, "observer_kwargs": dict(choice.options)}
         )
-    name = args.observer or default
+    name = args.observer or default_observer(base_name, args.strategy)
     check_observer(name, args.observer_kwargs or {})
     return args.model_copy(update={"observer": name}, deep=True)
 
 
-def with_default(scheme: Any, field: str, default: str) -> Any:
+def with_default(scheme: Any, field: str, base_name: str) -> Any:
     """Fill in the default in arguments of a recipe that name no observer.
 
     Needed only if the installed compressed-tensors would fill in one of its own.
@@ -102,4 +102,5 @@ def with_default(scheme: Any, field: str, default: str) -> Any:
         return scheme
     if QuantizationArgs(num_bits=8).observer is None:
         return scheme
-    return {**scheme, field: {**args, "observer": default}}
+    strategy = args.get("strategy") or ("group" if args.get("group_size") else None)
+    return {**scheme, field: {**args, "observer": default_observer(base_name, strategy)}}

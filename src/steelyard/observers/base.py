@@ -234,6 +234,10 @@ class Observer(
         self._weight_kept = None
         self.__dict__.pop("_twins", None)
 
+    def unserved(self) -> str | None:
+        """Return why the computed scale cannot serve all tokens; None if it does or is unknown."""
+        return None
+
     # -- lifecycle --------------------------------------------------------------------------
 
     def attach(self, module: torch.nn.Module) -> None:

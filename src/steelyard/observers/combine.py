@@ -10,6 +10,7 @@ statistics (`_act_sync_dict`), one of these:
 `dist.ReduceOp.AVG`    mean, weighted by the number of observations
 `EXACT_SUM`            sum of bins (`kernels.exact_sum`); the order does not matter
 `HISTOGRAM`            counts in bins (`kernels.bin_counts`); the order does not matter
+`TOKEN_TABLE`          the same, apart for tokens of different size (`kernels.token_bins`)
 `IN_ORDER`             concatenation along the first dimension, num_observations
 not declared           value of the last state that has one
 =====================  ======================================================================
@@ -27,14 +28,16 @@ from torch import distributed as dist
 from steelyard.errors import StatisticsError
 from steelyard.kernels.bin_counts import joined
 from steelyard.kernels.exact_sum import carried
+from steelyard.kernels.token_bins import joined_tables
 
 if TYPE_CHECKING:
     from steelyard.observers.base import Observer
 
-__all__ = ["EXACT_SUM", "HISTOGRAM", "IN_ORDER", "State", "combine"]
+__all__ = ["EXACT_SUM", "HISTOGRAM", "IN_ORDER", "TOKEN_TABLE", "State", "combine"]
 
 EXACT_SUM = "exact sum"
 HISTOGRAM = "histogram"
+TOKEN_TABLE = "token table"
 IN_ORDER = "in order"
 _LAST = "last"
 
@@ -50,6 +53,7 @@ _OPERATIONS: dict[Any, Callable[[Tensors], torch.Tensor]] = {
     dist.ReduceOp.AVG: lambda values: reduce(torch.add, values),  # weighted before
     EXACT_SUM: lambda values: reduce(lambda a, b: carried(a + b), values),
     HISTOGRAM: lambda values: reduce(joined, values),
+    TOKEN_TABLE: lambda values: reduce(joined_tables, values),
     IN_ORDER: torch.cat,
     _LAST: lambda values: values[-1],
 }
@@ -91,7 +95,7 @@ def _joined(
     values = [value.to(present[0][0].device) for value, _ in present]
     if len(values) == 1:
         return values[0]
-    skipped = 1 if operation == IN_ORDER else 0
+    skipped = 1 if operation in (IN_ORDER, TOKEN_TABLE) else 0
     for value in values if operation != _LAST else ():
         mine, theirs = tuple(values[0].shape[skipped:]), tuple(value.shape[skipped:])
         if mine != theirs:

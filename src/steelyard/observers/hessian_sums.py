@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from steelyard.distributed import ThreadPool, assign
+from steelyard.kernels.dampening import held_out_dampening
 from steelyard.kernels.drift import InputDrift
 from steelyard.kernels.hessian import (
     accumulate,
@@ -75,6 +76,7 @@ class HessianSum:
         self.prior: Prior | None = None
         self._whole: torch.Tensor | None = None
         self.fitted: InputDrift | None = None
+        self.dampening_frac: float | None = None  # chosen by `fit`
 
     def _rows(self, start: int) -> Callable[[], torch.Tensor]:
         """Return what makes an empty slab of whole rows."""
@@ -151,15 +153,22 @@ class HessianSum:
         drifts = [torch.cat([slab.total() for slab in half]) for half in self._drift]
         return (even, odd), (drifts[0], drifts[1])
 
-    def fit_drift(self, dampening_frac: float, rows: int) -> None:
-        """Set `fitted` if there is drift; call it before `whole`.
+    def fit(self, dampening_frac: float, rows: int, held_out: bool = False) -> None:
+        """Set `fitted` and `dampening_frac` if there is drift; call it before `whole`.
 
-        rows: of all weights that the input is multiplied with
+        rows:     of all weights that the input is multiplied with
+        held_out: raise the dampening as far as odd batches confirm it for even ones
         """
-        if self.fitted is None and (halves := self.halves()) is not None:
-            for half in self._drift:
-                half.clear()
-            self.fitted = InputDrift(*halves, self.tokens, dampening_frac, rows)
+        if self.dampening_frac is not None:
+            return
+        self.dampening_frac = dampening_frac
+        if (halves := self.halves()) is None:
+            return
+        for half in self._drift:
+            half.clear()
+        if held_out:
+            self.dampening_frac = held_out_dampening(*halves[0], dampening_frac)
+        self.fitted = InputDrift(*halves, self.tokens, dampening_frac, rows)
 
 
 @dataclass(frozen=True)

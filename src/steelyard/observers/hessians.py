@@ -232,17 +232,25 @@ class Hessians:
         hessian = self._hessians.get(name)
         return None if hessian is None else hessian.halves()
 
-    def prepare(self, names: Iterable[str], dampening_frac: float) -> None:
-        """Compute the matrices of modules, each once, before threads that share them need them."""
+    def prepare(self, names: Iterable[str], dampening_frac: float, held_out: bool = False) -> None:
+        """Compute the matrices of modules, each once, before threads that share them need them.
+
+        held_out: raise the dampening as far as held-out batches confirm it
+        """
         shared: dict[HessianSum, list[str]] = {}
         for name, hessian in self._hessians.items():
             shared.setdefault(hessian, []).append(name)
         needed = {self._hessians[name]: None for name in names if name in self._hessians}
         rows = {h: sum(len(self._weight(name)) for name in shared[h]) for h in needed}
-        fits = (partial(h.fit_drift, dampening_frac, rows[h]) for h in needed)
+        fits = (partial(h.fit, dampening_frac, rows[h], held_out) for h in needed)
         self.pool.do(enumerate(fits))
         for hessian in needed:
             hessian.whole()
+
+    def dampening_frac(self, name: str) -> float | None:
+        """Return the dampening for a module, after `prepare`; None if no token reached it."""
+        hessian = self._hessians.get(name)
+        return None if hessian is None else hessian.dampening_frac
 
     def drift(self, name: str) -> InputDrift | None:
         """Return the fitted drift of a module's input, after `prepare`; None without any."""

@@ -56,7 +56,7 @@ def initialize_observer(module: Module, base_name: str) -> None:
     args = args_for(module, base_name)
     if args is None or args.dynamic is True:
         return
-    name = args.observer or default_observer(base_name)
+    name = args.observer or default_observer(base_name, args.strategy)
     observer = Observer.load_from_registry(name, base_name=base_name, args=args)
     module.register_module(f"{base_name}_observer", observer)
     observer.attach(module)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from compressed_tensors.quantization import QuantizationArgs
 
+from steelyard.formats.tensor_parallel import split_of
 from steelyard.kernels.scale_blocks import divides, has_groups
 from steelyard.modifiers.schemes import has_free_groups
 
@@ -17,8 +18,6 @@ __all__ = ["indivisible_blocks", "indivisible_groups", "indivisible_in_parallel"
 
 _SIZES = (128, 64, 32, 16)  # group sizes that servers support, largest first
 _BYPASS = "; bypass_divisibility_checks applies to blocks, but no format stores part of a group"
-# Layers that tensor parallelism splits along their input.
-_ROW_PARALLEL = ("o_proj", "down_proj", "out_proj", "dense", "w2", "fc2", "wo")
 _PARALLEL = (2, 4, 8)
 
 
@@ -107,17 +106,13 @@ def _uneven_share(planned: Planned) -> str | None:
     weights = planned.scheme.weights
     if weights is None:
         return None
-    rows, columns = planned.shape
-    by_input = planned.name.rpartition(".")[2] in _ROW_PARALLEL
-    unit, size = (weights.group_size or 1, columns) if by_input else (1, rows)
-    if weights.strategy == "block":
-        unit = weights.block_structure[1 if by_input else 0]
-    bad = [n for n in _PARALLEL if divides(unit, size) and not divides(n * unit, size)]
+    split = split_of(planned.name, weights, planned.shape)
+    bad = [n for n in _PARALLEL if split.breaks(n)]
     if not bad:
         return None
-    side = "columns" if by_input else "rows"
+    units = f"in units of {split.unit} " if split.unit > 1 else ""
+    smaller = ", or choose a smaller group size" if split.by_input and weights.group_size else ""
     return (
-        f"{size} {side} do not divide over {bad[0]} processes "
-        f"{f'in units of {unit} ' if unit > 1 else ''}under tensor parallelism; serve it with fewer"
-        f"{', or choose a smaller group size' if by_input and weights.group_size else ''}"
+        f"{split.size} {split.side} do not divide over {bad[0]} processes {units}under tensor "
+        f"parallelism; serve it with fewer{smaller}"
     )

@@ -19,8 +19,10 @@ from torch.nn import Embedding, Linear, Module, MultiheadAttention
 from steelyard.errors import PlanError
 from steelyard.foreign import printable
 from steelyard.formats import TensorSpec, expected_tensors, format_of
+from steelyard.formats.served_rotation import ServedRotation
 from steelyard.model.attention import attention_group, cached_attention
 from steelyard.model.matching import is_named, is_router
+from steelyard.model.precision import Forward
 from steelyard.modifiers import Modifier
 from steelyard.names import WEIGHT_OBSERVER
 from steelyard.observers import Observer
@@ -96,7 +98,9 @@ class Plan:
     state_bytes: int = 0  # of the algorithms for a block, such as the Hessians of GPTQ
     waiting: int = 0  # bytes of the batches that wait inside of a layer
     whole: bool = False  # whether data runs through the model as a whole
+    served: list[ServedRotation] = field(default_factory=list)  # rotations at run time
     route: str = ""  # how calibration data runs through the model, if there is any
+    forward: Forward = field(default_factory=Forward)  # the type that batches are computed in
 
     @property
     def output_bytes(self) -> int:
@@ -152,7 +156,7 @@ class Plan:
             shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
             lines.append(f"not quantized: {shown} ({reason})")
         if self.route:
-            lines.append(self.route)
+            lines += [self.route, *filter(None, [self.forward.reason])]
         if not self.errors:  # else the size is unknown
             lines.append(
                 f"{size(self.source_bytes)} -> {size(self.output_bytes)}; about "
@@ -174,6 +178,7 @@ def make_plan(
     claims = claims_of(config, modifiers)
     refuse_slow_patterns(model, claims, modifiers)
     plan = Plan(QuantizationConfig(config_groups={}))
+    plan.served = [rotation for each in modifiers for rotation in each.served_rotations()]
     owners: dict[int, str] = {}  # id of a parameter -> the first module that has it
     shared: dict[tuple[str, str], list[str]] = {}  # modules of two modifiers
     uncalled, tied = _uncalled(model), TiedHeads(model)
@@ -219,7 +224,7 @@ def make_plan(
             plan.small_bytes += nbytes
     plan.errors += cross_claims(claims, shared)
     plan.errors += errors_of(plan, model, claims, modifiers)
-    plan.warnings += warnings_of(plan, model, modifiers)
+    plan.warnings += warnings_of(plan, model, claims, modifiers)
     return plan
 
 

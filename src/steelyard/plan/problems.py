@@ -27,9 +27,15 @@ from steelyard.plan.divisibility import (
 )
 from steelyard.plan.embedding_checks import embedding_errors, embedding_warnings
 from steelyard.plan.expert_checks import expert_problems
+from steelyard.plan.rotation_checks import rotation_errors, rotation_warnings
 from steelyard.plan.state_space_checks import unserved_mixers
 from steelyard.plan.tied_weights import tied_errors
-from steelyard.plan.unmatched import nothing_quantized, unmatched_ignores, unmatched_targets
+from steelyard.plan.unmatched import (
+    misspelled_ignores,
+    nothing_quantized,
+    unmatched_targets,
+    unused_ignores,
+)
 from steelyard.words import count
 
 if TYPE_CHECKING:
@@ -47,15 +53,13 @@ def errors_of(
     named = by_all_names(model)
     quantizing = {claim.modifier for claim in claims}
     targets = [t for c in claims for scheme in c.groups.values() for t in scheme.targets]
-    ignores = [pattern for claim in claims for pattern in claim.config.ignore]
     for index, modifier in enumerate(modifiers):
         if index not in quantizing:
             kind = f" of {type(modifier).__name__}"
             yield from unmatched_targets(named, modifier.targets, kind)
-            ignores += modifier.ignore
         yield from modifier.checks(plan, model)
     yield from unmatched_targets(named, targets)
-    yield from unmatched_ignores(named, ignores)
+    yield from misspelled_ignores(named, _ignores(claims, modifiers))
     yield from expert_problems(model, modules, plan)
     yield from _unstorable(plan)
     yield from _inputs_alone(plan)
@@ -67,6 +71,7 @@ def errors_of(
     yield from embedding_errors(plan, model)
     yield from tied_errors(model, plan)
     yield from _half_fused(modules, plan)
+    yield from rotation_errors(plan, model)
     bypass = any(modifier.allows_padding for modifier in modifiers)
     yield from indivisible_groups(plan, bypass)
     if not bypass:
@@ -78,8 +83,19 @@ def errors_of(
         yield from _unreadable(planned)
 
 
-def warnings_of(plan: Plan, model: Any, modifiers: Sequence[Modifier]) -> Iterator[str]:
+def _ignores(claims: Sequence[Claim], modifiers: Sequence[Modifier]) -> list[str]:
+    """Return what the modifiers ignore, of the quantizing ones as it is written."""
+    quantizing = {claim.modifier for claim in claims}
+    written = [pattern for claim in claims for pattern in claim.config.ignore]
+    rest = (m.ignore for index, m in enumerate(modifiers) if index not in quantizing)
+    return [*written, *(pattern for patterns in rest for pattern in patterns)]
+
+
+def warnings_of(
+    plan: Plan, model: Any, claims: Sequence[Claim], modifiers: Sequence[Modifier]
+) -> Iterator[str]:
     """Yield the warnings of a plan: it runs, but perhaps not as intended."""
+    yield from unused_ignores(by_all_names(model), _ignores(claims, modifiers))
     for modifier in modifiers:
         yield from modifier.doubts(plan, model)
     stacked = [left for left in plan.left if len(left.shape) > 2]
@@ -89,6 +105,7 @@ def warnings_of(plan: Plan, model: Any, modifiers: Sequence[Modifier]) -> Iterat
             f"{count(len(stacked), 'stacked weight')} such as {stacked[0].name} "
             f"{stacked[0].shape}, {share:.0%} of the model, not quantized"
         )
+    yield from rotation_warnings(plan)
     yield from _inferred_from_names(plan, model)
     yield from embedding_warnings(plan, model)
     yield from indivisible_in_parallel(plan)

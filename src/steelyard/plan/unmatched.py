@@ -10,7 +10,7 @@ from typing import Any
 from compressed_tensors.utils.match import is_match
 from torch.nn import Module
 
-__all__ = ["nothing_quantized", "unmatched_ignores", "unmatched_targets"]
+__all__ = ["misspelled_ignores", "nothing_quantized", "unmatched_targets", "unused_ignores"]
 
 # Recipes are copied between models, and name parts that not every model has.
 _USUAL = {
@@ -21,6 +21,7 @@ _USUAL = {
 }
 _AROUND = {"model", "language_model", "mlp", "block_sparse_moe", "feed_forward"}
 _HEADLESS = "the model has no output head of that name"
+_LETTERS = 3  # shorter pieces of a name, such as q and k, are too much alike
 _WORD = re.compile(r"[A-Za-z_]\w*")
 
 
@@ -34,16 +35,29 @@ def unmatched_targets(
             yield f"the target {target!r}{of} matches no module: {meant or 'check its spelling'}"
 
 
-def unmatched_ignores(modules: Mapping[str, Module], patterns: Iterable[str]) -> Iterator[str]:
-    """Yield an error for every ignore that matches no module, except the usual ones.
+def misspelled_ignores(modules: Mapping[str, Module], patterns: Iterable[str]) -> Iterator[str]:
+    """Yield an error for every ignore that matches no module and is almost a name in the model.
 
-    >>> list(unmatched_ignores({}, ["lm_head", "re:.*mlp.gate$", "lm_haed"]))
-    ["'lm_haed' in ignore matches no module: check its spelling, or remove it"]
+    >>> list(misspelled_ignores({"lm_head": Module()}, ["lm_head", "re:.*mlp.gate$", "lm_haed"]))
+    ["'lm_haed' in ignore matches no module: did you mean 'lm_head'?, or remove it"]
     """
-    for pattern in dict.fromkeys(patterns):
-        if not _is_usual(pattern) and not _matches(modules, pattern):
-            meant = _meant(modules, pattern) or "check its spelling"
+    for pattern in _unmatched_ignores(modules, patterns):
+        if meant := _meant(modules, pattern) or _misspelled(modules, pattern):
             yield f"{pattern!r} in ignore matches no module: {meant}, or remove it"
+
+
+def unused_ignores(modules: Mapping[str, Module], patterns: Iterable[str]) -> Iterator[str]:
+    """Yield a warning with the ignores that match no module and resemble none.
+
+    Scripts for a family of models ignore parts that only some of them have.
+    """
+    unused = [
+        repr(pattern)
+        for pattern in _unmatched_ignores(modules, patterns)
+        if not (_meant(modules, pattern) or _misspelled(modules, pattern))
+    ]
+    if unused:
+        yield f"{', '.join(unused)} in ignore: the model has no such module"
 
 
 def nothing_quantized(model: Any) -> str:
@@ -57,13 +71,54 @@ def nothing_quantized(model: Any) -> str:
     return "nothing would be quantized"
 
 
+def _unmatched_ignores(modules: Mapping[str, Module], patterns: Iterable[str]) -> Iterator[str]:
+    for pattern in dict.fromkeys(patterns):
+        if not _is_usual(pattern) and not _matches(modules, pattern):
+            yield pattern
+
+
+def _words(pattern: str) -> list[str]:
+    return _WORD.findall(pattern.removeprefix("re:").replace("\\", " "))
+
+
 def _is_usual(pattern: str) -> bool:
-    words = set(_WORD.findall(pattern.removeprefix("re:").replace("\\", " ")))
+    words = set(_words(pattern))
     return bool(words & _USUAL) and words <= _USUAL | _AROUND
 
 
 def _is_head(pattern: str) -> bool:
-    return _WORD.findall(pattern.removeprefix("re:").replace("\\", " "))[-1:] == ["lm_head"]
+    return _words(pattern)[-1:] == ["lm_head"]
+
+
+def _misspelled(modules: Mapping[str, Module], pattern: str) -> str | None:
+    """Ask to check the spelling if a word of a pattern is one slip away from a known one."""
+    known = {part for name in modules for part in name.split(".")} | _USUAL | _AROUND
+    pieces = {piece.rstrip("s") for part in known for piece in part.split("_")}
+    for word in _words(pattern):
+        if all(piece.rstrip("s") in pieces for piece in word.split("_")):  # expert for experts too
+            continue
+        if any(_is_slip(word, part) for part in known):
+            return "check its spelling"
+    return None
+
+
+def _is_slip(word: str, name: str) -> bool:
+    """Whether a word is a name with a letter dropped, added, replaced or swapped with the next.
+
+    >>> _is_slip("lm_haed", "lm_head"), _is_slip("q_a_proj", "q_proj"), _is_slip("k_proj", "v_proj")
+    (True, False, False)
+    """
+    pieces, parts = word.split("_"), name.split("_")
+    different = [(a, b) for a, b in zip(pieces, parts, strict=False) if a != b]
+    if len(pieces) != len(parts) or len(different) != 1:
+        return False
+    one, other = different[0]
+    if min(len(one), len(other)) < _LETTERS:
+        return False
+    start = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
+    start = min(len(one), len(other)) if start is None else start
+    a, b = one[start:], other[start:]
+    return a[1:] in (b, b[1:]) or b[1:] == a or (a[:2] == b[1::-1] and a[2:] == b[2:])
 
 
 def _matches(modules: Mapping[str, Module], pattern: str) -> bool:

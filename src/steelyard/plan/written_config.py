@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from compressed_tensors.base import TRANSFORM_CONFIG_NAME
 from compressed_tensors.quantization import (
     QuantizationConfig,
     QuantizationScheme,
@@ -17,6 +18,7 @@ from torch.nn import Embedding, Linear
 from steelyard.checkpoint import quantization_config_dict
 from steelyard.checkpoint.written import likely_class
 from steelyard.formats import format_of
+from steelyard.formats.served_rotation import transform_config
 from steelyard.formats.table import overall_format
 from steelyard.model.attention import implied_cache_scheme
 from steelyard.model.inputs import output_head
@@ -56,7 +58,9 @@ def written_config(
             "format": overall_format({str(scheme.format) for scheme in groups.values()}),
         }
     )
-    return {**source.config(), "quantization_config": quantization_config_dict(written)}
+    content = quantization_config_dict(written)
+    content[TRANSFORM_CONFIG_NAME] = transform_config(plan.served)
+    return {**source.config(), "quantization_config": content}
 
 
 def _head_targets(source: Source, plan: Plan) -> dict[str, list[str]]:
