@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -132,4 +131,4 @@ def test_without_claims_provenance_does_not_speak_of_them(tmp_path: Path) -> Non
     with CheckpointWriter(tmp_path / "out") as writer:
         writer.add("a", torch.zeros(2))
         out = writer.finish({})
-    assert "changed" not in json.loads((out / PROVENANCE).read_text())
+    assert '"changed"' not in (out / PROVENANCE).read_text()

@@ -24,6 +24,7 @@ def test_names_are_those_of_the_registries() -> None:
     assert names.scheme_names() == sorted({*PRESET_SCHEMES} - {"UNQUANTIZED"})
     assert known.PIPELINES == run_options.PIPELINES
     assert known.UNCALIBRATED == run_options.UNCALIBRATED
+    assert known.UNCALIBRATABLE == run_options.UNCALIBRATABLE
 
 
 def _is_ours(name: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -146,12 +147,24 @@ def test_provenance_that_cannot_be_used(steelyard: Command, model: Path, tmp_pat
     assert steelyard("quantize", model, "-o", folder, "--scheme", "W8A16").code == 0
     path = folder / "provenance.json"
     content = json.loads(path.read_text())
-    content["files"]["../outside"] = {"bytes": 1, "sha256": "0"}
+    predicate = content["predicate"]
+    predicate["steelyard"]["files"]["../outside"] = {"bytes": 1}
+    outside = {"name": "../outside", "algorithm": "sha256", "digest": 64 * "0"}
+    predicate["resources"].insert(0, outside)
+    path.write_text(json.dumps(content))
+    assert (
+        "the digest of its subject is not that of its resources"
+        in steelyard("validate", folder).out
+    )
+    root = hashlib.sha256(b"".join(bytes.fromhex(r["digest"]) for r in predicate["resources"]))
+    content["subject"][0]["digest"]["sha256"] = root.hexdigest()
     path.write_text(json.dumps(content))
     answer = steelyard("validate", folder)
     assert answer.code == 1
     assert "lists '../outside', which is not a file of this folder" in answer.out
-    for text in ("{", '{"schema_version": 2}', '{"schema_version": 1}', "[]"):
+    predicate["steelyard"]["schema_version"] = 3
+    newer = json.dumps(content)
+    for text in ("{", '{"schema_version": 2}', '{"_type": 1}', "[]", newer):
         path.write_text(text)
         answer = steelyard("validate", folder)
         assert answer.code == 1 and "provenance.json" in answer.out

@@ -180,15 +180,23 @@ def carried(
                 yield f"{name} is in the source, but missing here"
             continue
         there, here = source.info(name), written.shards.info(name)
-        if (there.dtype, there.shape) != (here.dtype, here.shape):
+        cast = here.dtype == written.cast and there.dtype.is_floating_point
+        if not (cast or there.dtype == here.dtype) or there.shape != here.shape:
             yield f"{name} is {here.dtype} {here.shape}; the source has {there.dtype} {there.shape}"
         elif name in changed:
             try:
                 check_finite(name, written.shards.read(name))
             except NonFiniteError as error:
                 yield str(error)
-        elif same_bytes and not written.shards.equal(name, source):
+        elif same_bytes and not _equal(written, name, source, cast):
             yield f"{name} is not quantized, but its values differ from the source"
+
+
+def _equal(written: WrittenCheckpoint, name: str, source: Shards, cast: bool) -> bool:
+    """Whether a tensor has the source's values, in the type that it was cast to."""
+    if not cast or source.info(name).dtype == written.cast:
+        return written.shards.equal(name, source)
+    return torch.equal(written.shards.read(name), source.read(name).to(written.cast))
 
 
 def _was_split(written: WrittenCheckpoint, name: str, source: Shards) -> bool:

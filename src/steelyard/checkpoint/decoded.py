@@ -19,8 +19,11 @@ from compressed_tensors.quantization import QuantizationConfig, QuantizationSche
 from steelyard.checkpoint.view import CheckpointView
 from steelyard.checkpoint.written import WrittenCheckpoint
 from steelyard.errors import CheckpointError
+from steelyard.foreign import reason_of
 from steelyard.formats import DENSE, expected_tensors, format_of
+from steelyard.formats.served_rotation import ServedRotation, served_rotations
 from steelyard.formats.tensor_names import WEIGHT, base_of, stores_codes
+from steelyard.kernels.rotation import Rotation
 
 __all__ = ["DecodedView"]
 
@@ -33,6 +36,7 @@ class DecodedView(CheckpointView):
     """
 
     quantization: QuantizationConfig | None = None
+    served: list[ServedRotation]  # rotations that a server applies
     schemes: dict[str, QuantizationScheme]
     _written: WrittenCheckpoint
 
@@ -46,13 +50,13 @@ class DecodedView(CheckpointView):
                 f"{self.folder} is quantized with {method!r}, which is not read here; pass a "
                 f"checkpoint of {QUANTIZATION_METHOD}, or one that is not quantized"
             )
-        for part in ("transform_config", "sparsity_config"):
-            content = quantization.get(part)
-            if content and content.get("format") != DENSE:
-                raise CheckpointError(
-                    f"{self.folder}: config.json has a {part}, which is not read here; only "
-                    "quantization is"
-                )
+        sparsity = quantization.get("sparsity_config")
+        if sparsity and sparsity.get("format") != DENSE:
+            raise CheckpointError(
+                f"{self.folder}: config.json has a sparsity_config, which is not read here; only "
+                "quantization is"
+            )
+        self.served = self._rotations(quantization.get("transform_config") or {})
         self._written = WrittenCheckpoint(self.folder, None)
         self.quantization = self._written.quantization
         self.schemes = {}
@@ -60,6 +64,25 @@ class DecodedView(CheckpointView):
             if self._is_quantized(module, leaves):
                 self.schemes[module] = self._checked(module, leaves)
                 self._replace(module, leaves)
+
+    def _rotations(self, config: Any) -> list[ServedRotation]:
+        try:
+            return list(served_rotations(config))
+        except (ValueError, AttributeError, TypeError) as error:
+            raise CheckpointError(
+                f"{self.folder}: config.json has a transform_config, which is not read here "
+                f"({reason_of(error)}); only Hadamard rotations of inputs and outputs are"
+            ) from error
+
+    def matrix(self, rotation: ServedRotation, size: int) -> Rotation:
+        """Return a rotation as stored: one matrix of each size, beside any module."""
+        for name in self.names():
+            if name.endswith(f".{rotation.leaf}.{WEIGHT}") and self.info(name).shape[0] == size:
+                return Rotation(size, (self.read(name).double() / size**0.5,))
+        raise CheckpointError(
+            f"{self.folder} holds no matrix of {size} channels for {rotation.leaf}, which "
+            "config.json asks for; quantize the model again"
+        )
 
     def _is_quantized(self, module: str, leaves: set[str]) -> bool:
         if stores_codes(leaves):

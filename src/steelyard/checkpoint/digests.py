@@ -13,6 +13,7 @@ from steelyard.checkpoint.model_files import is_model_file
 from steelyard.checkpoint.provenance import (
     MUTABLE,
     PROVENANCE,
+    SIGNATURE,
     FileDigest,
     Provenance,
     file_digest,
@@ -50,7 +51,7 @@ class DigestsFound:
 def check_digests(folder: Path, provenance: Provenance, watch: Watch = unwatched) -> DigestsFound:
     """Hash every file that the run wrote and compare; several files at once."""
     found = DigestsFound(files=len(provenance.files))
-    known = {PROVENANCE, *MUTABLE, *provenance.files}
+    known = {PROVENANCE, SIGNATURE, *MUTABLE, *provenance.files}
     present = {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
     for name in sorted(present - known):
         if name.endswith(".safetensors"):

@@ -46,6 +46,7 @@ _WEIGHTS = (
 )
 _OTHER = (
     "config.json",
+    "model.sig",
     "params.json",
     "*_config.json",
     "configuration_*.py",

@@ -1,14 +1,18 @@
 """`provenance.json`: the source of a checkpoint, and a digest of every file in it.
 
-It is written last. It holds no time and no path, so the same run writes the same bytes. Files that
-may be edited later have no digest. `changed` lists the tensors that the run changed before or
-without quantizing them; it is absent if there are none.
+It is written last, as an in-toto statement (see `statement`) with a part of our own. It holds no
+time and no path, so the same run writes the same bytes. Files that may be edited later have no
+digest. `changed` lists the tensors that the run changed before or without quantizing them; it is
+absent if there are none. Our part of the predicate:
 
-    {"schema_version": 1, "steelyard": "0.4.0",
+    {"schema_version": 2,
      "source": {"config.json": {"bytes": 654, "sha256": "..."},
-                "model.safetensors": {"bytes": 269060552, "header_sha256": "..."}},
-     "files": {"config.json": {"bytes": 1820, "sha256": "..."},
-               "model.safetensors": {"bytes": 95123456, "sha256": "...",
+                "model.safetensors": {"bytes": 269060552, "header_sha256": "...",
+                                      "sampled_sha256": "..."}},
+     "run": {"versions": {...}, "recipe": "...", "calibration": {...}, "inputs": {...},
+             "options": {...}, "figures": {...}},
+     "files": {"config.json": {"bytes": 1820},
+               "model.safetensors": {"bytes": 95123456,
                                      "tensors": {"model.norm.weight": "1f0c93ab"}}},
      "mutable": ["README.md", "report.html", "report.json"],
      "changed": ["model.norm.weight"]}
@@ -19,11 +23,11 @@ without quantizing them; it is absent if there are none.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -32,25 +36,33 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from steelyard.atomic_file import write_atomic
 from steelyard.checkpoint.config_file import CONFIG
 from steelyard.checkpoint.header import read_header
+from steelyard.checkpoint.statement import content_of, statement_of
 from steelyard.checkpoint.untrusted_files import mode_of, open_file, read_json, unreadable
 from steelyard.errors import CheckpointError
 
 __all__ = [
     "MUTABLE",
     "PROVENANCE",
+    "SIGNATURE",
+    "CalibrationRecord",
     "FileDigest",
     "Provenance",
+    "RunRecord",
     "file_digest",
     "hashing_threads",
     "read_provenance",
+    "sampled_digest",
     "source_of",
     "write_provenance",
 ]
 
 PROVENANCE = "provenance.json"
-SCHEMA_VERSION = 1
+SIGNATURE = "model.sig"
+SCHEMA_VERSION = 2
 MUTABLE = (".gitattributes", "README.md", "report.html", "report.json")
 _PIECE = 1 << 22
+_WHOLE = 16 << 20  # bytes; sources up to this size are digested as a whole
+_BLOCKS, _BLOCK = 256, 16 << 10  # larger ones: number of sampled blocks, bytes of each
 _THREADS = 8  # hashing one file takes one thread
 
 
@@ -68,52 +80,93 @@ class FileDigest(_Strict):
 
 
 class SourceFile(_Strict):
-    """A file of the source: config.json by its content, weights by size and header."""
+    """A file of the source: config.json by its content, weights by size, header and samples.
+
+    sampled_sha256: see `sampled_digest`; a source is not read a second time
+    """
 
     bytes: int
     sha256: str | None = None
     header_sha256: str | None = None
+    sampled_sha256: str | None = None
+
+
+class CalibrationRecord(_Strict):
+    """The calibration data of a run; the digest covers names, types, shapes and values."""
+
+    sha256: str
+    batches: int
+    tokens: int
+
+
+class RunRecord(_Strict):
+    """What a run depended on, and what it measured.
+
+    recipe:  SHA-256 of its text, which the checkpoint holds as recipe.yaml
+    inputs:  digests of statistics, importance files and plug-ins, by name
+    options: those that the result depends on, in JSON's types
+    """
+
+    versions: dict[str, str]
+    recipe: str
+    calibration: CalibrationRecord | None = None
+    inputs: dict[str, str] = Field(default_factory=dict)
+    options: dict[str, Any] = Field(default_factory=dict)
+    figures: dict[str, float] = Field(default_factory=dict)
 
 
 class Provenance(_Strict):
     """The content of `provenance.json`.
 
+    run:     None where no run of a recipe wrote the checkpoint
     source:  None where a loaded model was quantized
     mutable: files that may change later, such as the report, which `evaluate` updates
     changed: tensors that differ from the source's because a step of the recipe changed them
     """
 
     schema_version: int = SCHEMA_VERSION
-    steelyard: str
+    run: RunRecord | None = None
     source: dict[str, SourceFile] | None = None
     files: dict[str, FileDigest]
     mutable: list[str] = Field(default_factory=lambda: list(MUTABLE))
     changed: list[str] | None = None
 
     @classmethod
-    def of(cls, folder: Path, source: Path | None, changed: Iterable[str] = ()) -> Provenance:
+    def of(
+        cls,
+        folder: Path,
+        source: Path | None,
+        changed: Iterable[str] = (),
+        run: RunRecord | None = None,
+    ) -> Provenance:
         """Return the provenance of a complete checkpoint; large files are hashed in parallel."""
         names = sorted(
             str(path.relative_to(folder).as_posix())
             for path in folder.rglob("*")
             if path.is_file() and path.name != PROVENANCE
         )
-        names = [name for name in names if name not in MUTABLE]
+        names = [name for name in names if name not in (*MUTABLE, SIGNATURE)]
         with hashing_threads() as pool:
             digests = pool.map(file_digest, [folder / name for name in names])
             files = dict(zip(names, digests, strict=True))
         origin = None if source is None else source_of(source)
-        return cls(
-            steelyard=_version(), source=origin, files=files, changed=sorted(changed) or None
-        )
+        return cls(run=run, source=origin, files=files, changed=sorted(changed) or None)
 
     def to_json(self) -> str:
-        return self.model_dump_json(indent=1, exclude_none=True) + "\n"
+        content = self.model_dump(mode="json", exclude_none=True)
+        digests = {name: file.pop("sha256") for name, file in content["files"].items()}
+        ignored = (*self.mutable, PROVENANCE, SIGNATURE)
+        return json.dumps(statement_of(digests, ignored, content), indent=1) + "\n"
 
 
-def write_provenance(folder: Path, source: Path | None, changed: Iterable[str] = ()) -> None:
+def write_provenance(
+    folder: Path,
+    source: Path | None,
+    changed: Iterable[str] = (),
+    run: RunRecord | None = None,
+) -> None:
     """Write `provenance.json` into a complete checkpoint, and wait until it is on the disk."""
-    write_atomic(folder / PROVENANCE, Provenance.of(folder, source, changed).to_json())
+    write_atomic(folder / PROVENANCE, Provenance.of(folder, source, changed, run).to_json())
 
 
 def read_provenance(folder: Path) -> Provenance | None:
@@ -122,11 +175,18 @@ def read_provenance(folder: Path) -> Provenance | None:
     if not mode_of(path):
         return None
     try:
-        content = read_json(path)
-        found = content.get("schema_version") if isinstance(content, dict) else None
+        digests, content = content_of(read_json(path))
+        found = content.get("schema_version")
         if found != SCHEMA_VERSION:
             raise ValueError(f"its schema_version is {found!r}, known is {SCHEMA_VERSION}")
-        return Provenance.model_validate(content)
+        files = content.get("files")
+        if not isinstance(files, dict) or files.keys() != digests.keys():
+            raise ValueError("its files are not those of its resources")
+        files = {
+            name: {**file, "sha256": digests[name]} if isinstance(file, dict) else file
+            for name, file in files.items()
+        }
+        return Provenance.model_validate({**content, "files": files})
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
@@ -211,12 +271,25 @@ def source_of(folder: Path) -> dict[str, SourceFile]:
             size = os.fstat(stream.fileno()).st_size
             header = stream.read(min(length, size))
         digest_of_header = hashlib.sha256(header).hexdigest()
-        found[path.name] = SourceFile(bytes=size, header_sha256=digest_of_header)
+        found[path.name] = SourceFile(
+            bytes=size, header_sha256=digest_of_header, sampled_sha256=sampled_digest(path)
+        )
     return found
 
 
-def _version() -> str:
-    try:
-        return version("steelyard")
-    except PackageNotFoundError:  # a source tree on the path
-        return "unknown"
+def sampled_digest(path: Path) -> str:
+    """Return a digest of a file: of all of it up to 16 MiB, else of 256 evenly spaced blocks.
+
+    Another model of the same size differs in every block. A change of a few bytes may fall between
+    them; only the file's modification time shows that.
+    """
+    with os.fdopen(open_file(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        digest = hashlib.sha256(str(size).encode())
+        if size <= _WHOLE:
+            digest.update(file.read())
+        else:
+            for index in range(_BLOCKS):  # the first holds the header, the last is the end
+                file.seek((size - _BLOCK) * index // (_BLOCKS - 1))
+                digest.update(file.read(_BLOCK))
+    return digest.hexdigest()

@@ -19,7 +19,7 @@ from steelyard.formats import (
     expected_tensors,
     stored_as,
 )
-from steelyard.formats.tensor_names import WEIGHT, is_parameter, is_state_parameter
+from steelyard.formats.tensor_names import SCALE, WEIGHT, is_parameter, is_state_parameter
 from steelyard.fusion import shared_parameters
 
 __all__ = ["Structure"]
@@ -111,8 +111,15 @@ class Structure:
 
     # -- fusion -------------------------------------------------------------------------------
 
-    def fusion(self, modules: tuple[str, ...]) -> Iterator[str]:
-        """Yield fused modules with different schemes, or different values of a shared scale."""
+    def fusion(
+        self, modules: tuple[str, ...], requantized: list[str] | None = None
+    ) -> Iterator[str]:
+        """Yield fused modules with different schemes, or different values of a shared scale.
+
+        requantized: receives per-tensor weight scales that differ. vLLM then quantizes the layer
+                     again with the largest, so another tool need not have shared them; None yields
+                     them too
+        """
         schemes = [self.written.schemes.get(module) for module in modules]
         first = schemes[0]
         for module, scheme in zip(modules, schemes, strict=True):
@@ -122,15 +129,22 @@ class Structure:
         if first is None:
             return
         for local in shared_parameters(first):
-            values = {
-                name: self.shards.read(name).float().flatten().tolist()
-                for name in (f"{module}.{local}" for module in modules)
-                if name in self.shards
-            }
-            for name, value in values.items():
-                other = next(iter(values))
-                if value != values[other]:
-                    yield f"{name} is {value}, but its fused partner {other} is {values[other]}"
+            differing = list(self._differing([f"{module}.{local}" for module in modules]))
+            if differing and local == SCALE and requantized is not None:
+                requantized.append(f"{modules[0]}.{local}")
+            else:
+                yield from differing
+
+    def _differing(self, names: list[str]) -> Iterator[str]:
+        values = {
+            name: self.shards.read(name).float().flatten().tolist()
+            for name in names
+            if name in self.shards
+        }
+        for name, value in values.items():
+            other = next(iter(values))
+            if value != values[other]:
+                yield f"{name} is {value}, but its fused partner {other} is {values[other]}"
 
     # -- the config ---------------------------------------------------------------------------
 

@@ -9,8 +9,7 @@ while quantizing.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -24,7 +23,8 @@ from steelyard.checkpoint.against_source import (
     same_files,
 )
 from steelyard.checkpoint.config_file import read_config
-from steelyard.checkpoint.digests import DigestsFound, Watch, check_digests, unwatched
+from steelyard.checkpoint.digests import Watch, check_digests, unwatched
+from steelyard.checkpoint.findings import Findings
 from steelyard.checkpoint.model_files import is_model_file
 from steelyard.checkpoint.provenance import PROVENANCE, Provenance, read_provenance, source_of
 from steelyard.checkpoint.scale_values import (
@@ -41,26 +41,9 @@ from steelyard.checkpoint.written import WrittenCheckpoint
 from steelyard.errors import CheckpointError
 from steelyard.words import count
 
-__all__ = ["Findings", "check_checkpoint", "validate_checkpoint"]
+__all__ = ["check_checkpoint", "validate_checkpoint"]
 
 _ENOUGH = 1 << 26  # weights that are decoded whole, beyond the first and the last module
-
-
-@dataclass
-class Findings:
-    """Result of a check, and its coverage.
-
-    problems: one line each; an empty list means that the checkpoint is good
-    notes:    checks that could not be made, and unusual findings
-    rows:     None without a source
-    digests:  None without provenance.json, or where digests were not compared
-    """
-
-    modules: int = 0
-    problems: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    rows: RowsFound | None = None
-    digests: DigestsFound | None = None
 
 
 def validate_checkpoint(
@@ -140,22 +123,28 @@ def check_checkpoint(
     try:
         written = WrittenCheckpoint(folder, source, dtypes)
     except CheckpointError as error:
-        found.problems.append(" ".join(str(error).split()))
+        found.add("folder", [" ".join(str(error).split())])
         return found
     found.modules = len(written.schemes)
     structure = Structure(written)
     with written.shards:
-        found.problems += structure.tensors()
-        found.problems += weight_values(written, structure.broken, allow_negative)
-        found.problems += structure.cache()
-        found.problems += state_values(structure)
-        found.problems += structure.config()
-        found.problems += reported_scales(written, scales or {})
+        found.add("tensor", structure.tensors())
+        found.add("scale", weight_values(written, structure.broken, allow_negative))
+        found.add("cache", structure.cache())
+        found.add("scale", state_values(structure))
+        found.add("config", structure.config())
+        found.add("report", reported_scales(written, scales or {}))
+        requantized: list[str] | None = [] if digests and provenance is None else None
         for modules in fused:
-            found.problems += structure.fusion(modules)
+            found.add("fused", structure.fusion(modules, requantized))
+        if requantized:
+            found.notes.append(
+                f"vLLM quantizes {count(len(requantized), 'fused layer')} again with the largest "
+                f"scale of its parts, such as {requantized[0]}; a run of Steelyard shares it"
+            )
         if source is not None:
             found.rows = RowsFound()
-            found.problems += decoded_rows(
+            differing = decoded_rows(
                 written,
                 source,
                 found.rows,
@@ -167,13 +156,14 @@ def check_checkpoint(
                 full=full,
                 watch=watch,
             )
-            found.problems += carried(written, source, same_bytes, changed)
+            found.add("weight", differing)
+            found.add("unquantized", carried(written, source, same_bytes, changed))
             if changed:
                 found.notes.append(
                     f"{count(len(changed), 'tensor')} that the run changed, such as "
                     f"{min(changed)}: compared with the source by type and shape alone"
                 )
-            found.problems += _settings(written, source, provenance, found.notes)
+            _settings(written, source, provenance, found)
     return found
 
 
@@ -185,13 +175,13 @@ def _check_files(folder: Path, found: Findings, watch: Watch) -> Provenance | No
         try:
             read_json(path, unique=False)
         except CheckpointError as error:
-            found.problems.append(str(error))
+            found.add("file", [str(error)])
         except ValueError as error:
-            found.problems.append(f"{path.name} is not JSON: {error}")
+            found.add("file", [f"{path.name} is not JSON: {error}"])
     try:
         provenance = read_provenance(folder)
     except CheckpointError as error:
-        found.problems.append(str(error))
+        found.add("provenance", [str(error)])
         return None
     if provenance is None:
         found.notes.append(
@@ -200,7 +190,7 @@ def _check_files(folder: Path, found: Findings, watch: Watch) -> Provenance | No
         )
         return None
     found.digests = check_digests(folder, provenance, watch)
-    found.problems += found.digests.problems
+    found.add("digest", found.digests.problems)
     found.notes += [f"{name} was added after the run" for name in found.digests.added]
     return provenance
 
@@ -222,8 +212,8 @@ def _whole(
 
 
 def _settings(
-    written: WrittenCheckpoint, source: Shards, provenance: Provenance | None, notes: list[str]
-) -> Iterator[str]:
+    written: WrittenCheckpoint, source: Shards, provenance: Provenance | None, found: Findings
+) -> None:
     """Compare config.json and tokenizer with the source's.
 
     After a run that read this source they must be equal; another writer may save them differently.
@@ -232,11 +222,13 @@ def _settings(
     try:  # a view's are as they are after untying
         settings = source.config if isinstance(source, CheckpointView) else read_config(folder)
     except CheckpointError as error:
-        notes.append(f"settings were not compared: {error}")
+        found.notes.append(f"settings were not compared: {error}")
         return
     origin = provenance.source if provenance is not None else None
     complete = origin is not None and origin == source_of(folder)
     if origin is not None and not complete:
-        notes.append(f"{folder} is not the folder that {PROVENANCE} describes; its files differ")
-    yield from same_config(written.config, settings, complete)
-    yield from same_files(written.shards.folder, folder, complete)
+        found.notes.append(
+            f"{folder} is not the folder that {PROVENANCE} describes; its files differ"
+        )
+    found.add("setting", same_config(written.config, settings, complete))
+    found.add("tokenizer", same_files(written.shards.folder, folder, complete))

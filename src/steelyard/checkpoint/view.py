@@ -94,6 +94,12 @@ class CheckpointView(Shards):
                 self._made[name] = self._made[other]
         self.config = untied_config(self.config)
 
+    def rewrite(self, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Make a tensor read as `change` of it, which keeps its dtype and shape."""
+        read = self._made.get(name) or partial(super().read, name)
+        self._made[name] = lambda: change(read()).contiguous()
+        self._last = None
+
     # -- FP8 in blocks ------------------------------------------------------------------------
 
     def _decode(self, quantization: dict[str, Any]) -> None:

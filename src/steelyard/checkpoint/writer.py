@@ -17,7 +17,7 @@ from steelyard.atomic_file import sync
 from steelyard.checkpoint.config_file import CONFIG, write_config
 from steelyard.checkpoint.other_files import copy_files, other_files
 from steelyard.checkpoint.place import check_apart, check_output, output_path
-from steelyard.checkpoint.provenance import PROVENANCE, write_provenance
+from steelyard.checkpoint.provenance import PROVENANCE, RunRecord, write_provenance
 from steelyard.checkpoint.resumable_run import ResumableRun
 from steelyard.checkpoint.shard_index import INDEX
 from steelyard.checkpoint.shards import Shards
@@ -211,11 +211,13 @@ class CheckpointWriter(ResumableRun):
         config: dict[str, Any],
         check: Callable[[Path], None] | None = None,
         changed: Iterable[str] = (),
+        run: Callable[[], RunRecord] | None = None,
     ) -> Path:
         """Write the config, name the shards, and move the checkpoint into place; return its path.
 
         check:   called with the complete folder before it is moved; may raise
         changed: tensors to `claim`; all claims go to provenance.json
+        run:     returns what provenance.json states about the run, after `check`
 
         A run that makes marks makes one when all tensors are written, before this call. A complete
         checkpoint is kept: if it cannot be moved into place, the error says where it is.
@@ -235,9 +237,10 @@ class CheckpointWriter(ResumableRun):
         self._keep = True
         if check is not None:
             check(self.partial)
-        write_provenance(
-            self.partial, self.source, self.changed
-        )  # last, since `check` may add files
+        record = None if run is None else run()
+        write_provenance(  # last, since `check` may add files
+            self.partial, self.source, self.changed, record
+        )
         self._record(self.progress, complete=True)
         try:
             check_output(

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 
 import torch
+from compressed_tensors.base import TRANSFORM_CONFIG_NAME
 from compressed_tensors.quantization import QuantizationScheme
 from compressed_tensors.utils.match import match_name
 
@@ -19,6 +21,7 @@ from steelyard.checkpoint.shards import Shards
 from steelyard.checkpoint.stored_weight import StoredWeight
 from steelyard.errors import CheckpointError
 from steelyard.formats.original_shape import original_shape
+from steelyard.formats.served_rotation import rotation_modules
 from steelyard.formats.table import is_layout
 from steelyard.formats.tensor_names import SCALE, WEIGHT, is_parameter, weight_tensors
 
@@ -49,6 +52,8 @@ class WrittenCheckpoint:
         check_patterns(folder, self.quantization, self.tensors)
         ignore = self.quantization.ignore or ()
         self._ignored = set(ignore)  # may hold 100,000 names
+        transforms = self.config["quantization_config"].get(TRANSFORM_CONFIG_NAME) or {}
+        self._matrices = rotation_modules(transforms)  # endings of modules that hold rotations
         self._patterns = [entry for entry in ignore if entry.startswith(PREFIX)]
         self.schemes = {
             module: scheme
@@ -57,9 +62,14 @@ class WrittenCheckpoint:
         }
 
     def scheme_of(self, module: str) -> QuantizationScheme | None:
-        """The scheme of a module: by its name, else by a pattern, else by its likely class."""
-        if module in self._ignored or any(match_name(module, p) for p in self._patterns):
-            return None
+        """The scheme of a module; None if the config ignores it, or no target matches."""
+        return None if self.is_ignored(module) else self.targeted(module)
+
+    def is_ignored(self, module: str) -> bool:
+        return module in self._ignored or any(match_name(module, p) for p in self._patterns)
+
+    def targeted(self, module: str) -> QuantizationScheme | None:
+        """The scheme whose target matches: by name, else by a pattern, else by the likely class."""
         classes = [likely_class(module)]
         if any(map(is_parameter, self.tensors[module])):
             classes.append("Linear")  # a Linear may be called an embedding
@@ -83,6 +93,8 @@ class WrittenCheckpoint:
         return self._formatted[id(scheme)]
 
     def _can_be_quantized(self, module: str) -> bool:
+        if self._matrices and module.endswith(self._matrices):
+            return False
         if any(map(is_parameter, self.tensors[module])):
             return True
         plain = f"{module}.{WEIGHT}"
@@ -105,6 +117,8 @@ class WrittenCheckpoint:
     def dtype(self, module: str) -> torch.dtype:
         """The original type of the weight."""
         plain, scale = f"{module}.{WEIGHT}", f"{module}.{SCALE}"
+        if self.cast is not None:
+            return self.cast
         if self.source is not None and plain in self.source:
             return self.source.info(plain).dtype
         if module in self.dtypes:
@@ -113,6 +127,24 @@ class WrittenCheckpoint:
             return dtype
         stored = self.shards.info(scale).dtype if scale in self.shards else torch.uint8
         return stored if stored.itemsize > 1 else torch.bfloat16  # one byte is a code of the format
+
+    @cached_property
+    def cast(self) -> torch.dtype | None:
+        """The type that another tool loaded the whole source in; None if it kept the types.
+
+        Then config.json names it, and every unquantized tensor has it.
+        """
+        named = named_dtype(self.config)
+        if self.source is None or named is None:
+            return None
+        pairs = [
+            (self.source.info(name).dtype, self.shards.info(name).dtype)
+            for name in self.source
+            if name in self.shards and name.rpartition(".")[0] not in self.schemes
+        ]
+        floats = [(before, now) for before, now in pairs if before.is_floating_point]
+        kept = all(before == named for before, _ in floats)
+        return None if kept or any(now != named for _, now in floats) else named
 
     def stored(self, module: str) -> StoredWeight:
         """Return the quantized weight of a module, to be read a few rows at a time."""

@@ -13,12 +13,15 @@ from typer.core import TyperGroup
 from steelyard.cli import (
     compare,
     demo,
+    doctor,
     evaluate,
     inspect,
     ls,
     merge,
     observe,
     quantize,
+    reproduce,
+    sign,
     validate,
 )
 from steelyard.cli.interrupts import interruptible
@@ -34,6 +37,9 @@ COMMANDS = (
     compare.compare,
     evaluate.evaluate,
     validate.validate,
+    doctor.doctor,
+    reproduce.reproduce,
+    sign.sign,
     observe.observe,
     merge.merge,
     ls.ls,
@@ -52,6 +58,7 @@ Exit codes:
   0    done
   1    a checkpoint, the data or the run failed; the message says what to do
   2    the request is invalid; nothing was done
+  3    the verdict on a checkpoint is below --require
   130  interrupted
 
 Data goes to standard output, progress and messages to standard error. With --json, standard output

@@ -68,6 +68,7 @@ def compare(
             show_default=False,
         ),
     ] = None,
+    device: options.Device = "auto",
     plugins: options.Plugins = None,
     json: options.Json = False,
 ) -> None:
@@ -105,6 +106,7 @@ def compare(
         ignore=ignored_by(ignore),
         keep=keep,
         layers=layers,
+        device=device,
         show_progress=None if is_first() else False,
     )
     if json:

@@ -12,10 +12,11 @@ import typer
 
 from steelyard.errors import nearest
 
-__all__ = ["KINDS", "PIPELINES", "UNCALIBRATED", "completing", "one_of"]
+__all__ = ["KINDS", "PIPELINES", "UNCALIBRATABLE", "UNCALIBRATED", "completing", "one_of"]
 
 PIPELINES = ("auto", "sequential", "basic", "datafree")
 UNCALIBRATED = ("error", "weights-only")
+UNCALIBRATABLE = ("note", "dynamic")
 KINDS = ("observers", "schemes", "strategies")
 
 

@@ -50,6 +50,7 @@ WORDS = {
     "overwrite=True": "--overwrite",
     "resume=False": "--no-resume",
     'uncalibrated="weights-only"': "--uncalibrated weights-only",
+    'uncalibratable="dynamic"': "--uncalibratable dynamic",
     'pipeline="datafree"': "--pipeline datafree",
     'pipeline="basic"': "--pipeline basic",
     "pass dataset=": "give --data",
@@ -72,6 +73,7 @@ ARGUMENTS = {
     "num_calibration_samples": "--samples",
     "num_samples": "--samples",
     "output_dir": "--output",
+    "device": "--device",
     "splits": "--split",
     "split": "--split",
 }

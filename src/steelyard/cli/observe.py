@@ -10,6 +10,7 @@ from steelyard.cli import options
 from steelyard.cli.rank_streams import is_first, join
 from steelyard.cli.recipe import recipe_from
 from steelyard.cli.terminal import duration, print_document, print_line, size
+from steelyard.data.file_names import data_file
 from steelyard.engine.announce import STYLES
 from steelyard.words import count
 
@@ -41,6 +42,7 @@ def observe(
     text_column: options.TextColumn = "text",
     split: options.Split = None,
     tokenizer: options.Tokenizer = None,
+    device: options.Device = "auto",
     pipeline: options.Pipeline = "auto",
     trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
@@ -54,6 +56,7 @@ def observe(
     Example:
       steelyard observe path/to/model --data calibration.txt --scheme FP8 -o statistics.safetensors
     """
+    data_file(data)  # before imports that take seconds
     made = recipe_from(scheme, recipe, observer, ignore, targets)
     from steelyard.entry import oneshot
 
@@ -69,6 +72,7 @@ def observe(
         text_column=text_column,
         splits=split,
         seed=seed,
+        device=device,
         pipeline=pipeline,
         save_statistics=output,
         trust_remote_code_model=trust_remote_code,

@@ -7,13 +7,14 @@ from typing import Annotated
 
 import typer
 
-from steelyard.cli.known import PIPELINES, UNCALIBRATED, completing, one_of
+from steelyard.cli.known import PIPELINES, UNCALIBRATABLE, UNCALIBRATED, completing, one_of
 from steelyard.names import WEIGHT_OBSERVER, observer_names, scheme_names
 
 __all__ = [
     "All",
     "BatchSize",
     "Data",
+    "Device",
     "Filter",
     "Gptq",
     "GroupSize",
@@ -35,6 +36,7 @@ __all__ = [
     "TextColumn",
     "Tokenizer",
     "TrustRemoteCode",
+    "Uncalibratable",
     "Uncalibrated",
     "existing_model",
     "output_path",
@@ -81,6 +83,10 @@ def _plugins(names: list[str] | None) -> list[str]:
 
 def _pipeline(value: str) -> str:
     return one_of("pipeline", value, PIPELINES)
+
+
+def _uncalibratable(value: str) -> str:
+    return one_of("choice", value, UNCALIBRATABLE)
 
 
 def _uncalibrated(value: str) -> str:
@@ -246,6 +252,15 @@ MaxSeqLength = Annotated[
 BatchSize = Annotated[
     int, typer.Option("--batch-size", metavar="N", min=1, help="Samples per batch.")
 ]
+Device = Annotated[
+    str,
+    typer.Option(
+        "--device",
+        metavar="NAME",
+        help="Where to compute: cpu, or an accelerator such as cuda, cuda:1 or xpu; auto takes the "
+        "accelerator if there is one.",
+    ),
+]
 Seed = Annotated[int, typer.Option("--seed", metavar="N", help="Seed for selecting samples.")]
 Pipeline = Annotated[
     str,
@@ -256,6 +271,16 @@ Pipeline = Annotated[
         autocompletion=completing(lambda: PIPELINES),
         help="sequential: layer by layer; basic: the whole model at once; datafree: file by file; "
         "auto chooses.",
+    ),
+]
+Uncalibratable = Annotated[
+    str,
+    typer.Option(
+        "--uncalibratable",
+        metavar="CHOICE",
+        callback=_uncalibratable,
+        autocompletion=completing(lambda: UNCALIBRATABLE),
+        help="What to do with modules whose inputs no static scale serves: note, or dynamic.",
     ),
 ]
 Uncalibrated = Annotated[

@@ -17,6 +17,7 @@ from steelyard.cli.terminal import (
     print_line,
     print_table,
 )
+from steelyard.data.file_names import data_file
 from steelyard.engine.announce import STYLES
 
 if TYPE_CHECKING:
@@ -57,8 +58,10 @@ def quantize(
     text_column: options.TextColumn = "text",
     split: options.Split = None,
     tokenizer: options.Tokenizer = None,
+    device: options.Device = "auto",
     pipeline: options.Pipeline = "auto",
     uncalibrated: options.Uncalibrated = "error",
+    uncalibratable: options.Uncalibratable = "note",
     statistics: Annotated[
         str | None,
         typer.Option(
@@ -93,6 +96,8 @@ def quantize(
       steelyard quantize path/to/model -o model-GPTQ --scheme W4A16 --gptq --data calibration.txt
       steelyard quantize path/to/model -o model-NVFP4 --recipe recipe.yaml --data calibration.txt
     """
+    if data is not None:
+        data_file(data)  # before imports that take seconds
     made = recipe_from(
         scheme,
         recipe,
@@ -130,8 +135,10 @@ def quantize(
             text_column=text_column,
             splits=split,
             seed=seed,
+            device=device,
             pipeline=pipeline,
             uncalibrated=uncalibrated,
+            uncalibratable=uncalibratable,
             overwrite=overwrite,
             resume=resume,
             dry_run=dry_run,
@@ -183,9 +190,10 @@ def _without_figures(details: dict[str, Any]) -> dict[str, Any]:
 
 def print_summary(result: Result) -> None:
     """Print a summary of a run."""
-    from steelyard.engine.summary import TITLES, error_rows, summary_lines
+    from steelyard.engine.summary import error_table, summary_lines
 
-    print_table([Column(title, right=i > 0) for i, title in enumerate(TITLES)], error_rows(result))
+    titles, rows = error_table(result)
+    print_table([Column(title, right=i > 0) for i, title in enumerate(titles)], rows)
     print_line()
     _print_lines("\n".join(summary_lines(result, said=result.plan.warnings)))
 

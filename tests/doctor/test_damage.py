@@ -26,7 +26,7 @@ pytest.importorskip("transformers")
 from families import small_model, token_batches
 
 from steelyard import oneshot
-from steelyard.cli.validate import _check
+from steelyard.doctor import validate_folder
 from steelyard.modifiers import GPTQModifier, QuantizationModifier
 
 Tensors = dict[str, torch.Tensor]
@@ -127,7 +127,7 @@ def test_good(made: Made, tmp_path: Path, scheme: str, helped: bool, full: bool)
     folder = shutil.copytree(made.checkpoints[scheme], tmp_path / "q")
     if not helped:
         remove(folder, *(h for h in HELPERS if scheme != "negative" or h != "recipe.yaml"))
-    found = _check(folder, made.source, full)
+    found = validate_folder(folder, made.source, full)
     assert found.problems == []
     assert found.rows is not None and found.rows.modules == 14
     assert bool(found.notes) != helped  # without digests there is a note, and else none
@@ -367,16 +367,16 @@ def test_damage(made: Made, tmp_path: Path, scheme: str, damage: Damage, notices
     whole = shutil.copytree(good, tmp_path / "q")
     damage(whole)
     assert [n for n in changed(good, whole) if n not in HELPERS], "nothing was damaged"
-    by_digest = _check(whole, None, False).problems
+    by_digest = validate_folder(whole, None, False).problems
     assert any("was changed after the run" in p or "files that the run" in p for p in by_digest)
     remove(whole, "provenance.json", "recipe.yaml")
     if "report" in notices:
-        assert _check(whole, None, False).problems
+        assert validate_folder(whole, None, False).problems
     remove(whole, "report.json", "report.html")
     if "source" in notices:
-        assert _check(whole, made.source, False).problems
+        assert validate_folder(whole, made.source, False).problems
     if "alone" in notices:
-        assert _check(whole, None, False).problems
+        assert validate_folder(whole, None, False).problems
 
 
 def remove(folder: Path, *names: str) -> None:
