@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
-from reports import HOSTILE, KINDS, hostile, layered, with_experts
+from reports import HOSTILE, KINDS, hostile, layered, studied, with_experts
 
 from steelyard.report import ComparisonRow, Report
 
@@ -225,8 +225,6 @@ def test_colours_follow_the_measure(show: Callable[..., Page]) -> None:
     report = layered(6)
     page = show(report)
     measures: dict[str, Callable[[Any], float]] = {
-        "Signal to noise": lambda m: -m.snr,
-        "Relative error": lambda m: m.error,
         "Clipped": lambda m: m.clipped,
         "Calibration tokens": lambda m: -m.tokens,
     }
@@ -236,6 +234,85 @@ def test_colours_follow_the_measure(show: Callable[..., Page]) -> None:
             module = extreme(report.modules, key=badness)
             at = f"{KINDS.index(module.kind)}/{module.depth}"
             expect(page.locator(f"#map [data-at='{at}']")).to_have_class(level)
+
+
+def test_decibels_have_the_same_colour_in_every_report(show: Callable[..., Page]) -> None:
+    """Beside any others: 2 dB are one shade at most."""
+    expected = {
+        60.0: ("c0", "negligible"),
+        40.0: ("c0", "negligible"),
+        39.9: ("c1", "small"),
+        25.0: ("c4", "moderate"),
+        23.0: ("c5", "moderate"),
+        14.0: ("c7", "large"),
+        -3.0: ("c11", "severe"),
+    }
+    report = layered(1)
+    modules = [
+        m.model_copy(update={"output_error": e, "output_snr": n, "error": e, "snr": n})
+        for m, n in zip(report.modules, expected, strict=False)
+        for e in [10 ** (-n / 10)]
+    ]
+    page = show(report.model_copy(update={"modules": modules}))
+    for measure in ("Output error", "Weight error"):
+        page.get_by_role("radio", name=measure, exact=True).check()
+        for row, (decibel, (level, name)) in enumerate(expected.items()):
+            cell = page.locator(f"#map [data-at='{row}/0']")
+            expect(cell).to_have_class(level)
+            cell.focus()
+            expect(page.locator("#map .readout")).to_contain_text(f"{decibel:.1f} dB, {name}")
+    expect(page.locator("#map .band")).to_have_count(5)
+
+
+def test_output_errors_come_first_and_worst_first(show: Callable[..., Page]) -> None:
+    report = studied()
+    page = show(report)
+    order = sorted(report.modules, key=lambda m: m.output_snr or 0)
+    names = rows(page).locator(".k-name").all_inner_texts()
+    assert names[:4] == [m.name for m in order[:4]]
+    head = page.get_by_role("columnheader", name="Output, dB")
+    assert head.get_attribute("aria-sort") == "ascending"
+    assert page.get_by_role("radio", name="Output error").is_checked()
+    assert "moderate" in page.locator("#summary .tiles").inner_text()
+    rows(page).first.click()
+    assert f"{order[0].output_snr:.2f} dB, " in dialog(page).inner_text()
+
+
+# -- the verdict --------------------------------------------------------------------------------
+
+
+def test_verdict_is_the_first_section(show: Callable[..., Page]) -> None:
+    page = show(studied())
+    first = page.locator("main > section").first
+    expect(first.get_by_role("heading", level=2)).to_have_text("Verdict")
+    expect(first.locator(".answer")).to_have_text("Do not ship")
+    assert "KL divergence 0.3" in first.locator("li").first.inner_text()
+    says = first.locator("tbody tr td:last-child").all_inner_texts()
+    assert says == ["do not ship", "too few tokens", "look", "ship"]
+
+
+def test_blocks_are_shown_by_what_they_would_gain(show: Callable[..., Page]) -> None:
+    page = show(studied())
+    lines = page.locator("#blocks table").first.locator("tbody tr")
+    cells = [line.locator("th, td").all_inner_texts() for line in lines.all()]
+    assert [c[0] for c in cells] == ["model.layers.1", "model.layers.0", "model.layers.3"]
+    assert cells[0][1:2] + cells[0][3:] == ["20.0", "W4A16 → W8A16"]
+    assert "0.2" in cells[0][2] and "± 0.01" in cells[0][2]
+    expect(page.locator("#blocks pre")).to_have_text("modifiers: better")
+    page.get_by_text("The other 2 blocks").click()
+    expect(page.locator("#blocks table").nth(1)).to_contain_text("model.layers.4")
+
+
+def test_tokens_are_shown_in_their_text(show: Callable[..., Page]) -> None:
+    page = show(studied())
+    expect(page.locator("#tokens").get_by_role("img")).to_have_count(1)
+    cells = page.locator("#tokens tbody tr").first.locator("td").all_inner_texts()
+    assert cells == ["7.5", "once upon↵a", " time", " time", HOSTILE[0]]
+    assert page.locator("#tokens tbody tr").nth(1).locator("td").first.inner_text() == "infinite"
+    text = page.locator(".continued").inner_text()
+    for part in ("a prompt", "Original", "one way", "Quantized", "another"):
+        assert part in text
+    assert page.evaluate("window.hacked") is None
 
 
 def test_click_on_the_map_opens_a_module(show: Callable[..., Page]) -> None:
@@ -331,7 +408,11 @@ def test_empty_report(show: Callable[..., Page]) -> None:
 # -- narrow, dark, hostile ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("report", [LARGE, with_experts(4, 64), hostile()], ids=["run", "moe", "x"])
+@pytest.mark.parametrize(
+    "report",
+    [LARGE, with_experts(4, 64), hostile(), studied()],
+    ids=["run", "moe", "x", "verdict"],
+)
 def test_nothing_sticks_out_on_a_phone(report: Report, show: Callable[..., Page]) -> None:
     page = show(report, width=375)
     width = "document.scrollingElement.scrollWidth"
@@ -376,7 +457,7 @@ def contrasts(page: Page) -> dict[str, float]:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_has_contrast(scheme: str, show: Callable[..., Page]) -> None:
-    page = show(layered(3).model_copy(update={"notes": ["a note"]}), scheme=scheme)
+    page = show(studied().model_copy(update={"notes": ["a note"]}), scheme=scheme)
     rows(page).first.click()
     ratios = contrasts(page)
     assert len(ratios) >= 4

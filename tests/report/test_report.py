@@ -13,7 +13,7 @@ import pytest
 import torch
 from families import read, small_model, token_batches
 from interruption import Stop, lasting, stop_at_mark
-from reports import HOSTILE, hostile, layered
+from reports import HOSTILE, hostile, layered, studied
 
 from steelyard import oneshot
 from steelyard.checkpoint import CheckpointWriter
@@ -190,7 +190,9 @@ def test_module_in_memory_leaves_a_report_when_it_is_saved(tmp_path: Path) -> No
 # -- as a value ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("report", [Report(), layered(2), hostile()], ids=["empty", "run", "names"])
+@pytest.mark.parametrize(
+    "report", [Report(), layered(2), hostile(), studied()], ids=["empty", "run", "names", "verdict"]
+)
 def test_json_round_trip(report: Report) -> None:
     text = report.to_json()
     assert text.isascii()

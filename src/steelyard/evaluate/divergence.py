@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,29 @@ from steelyard.model.cost import Costs, estimate_seconds
 from steelyard.model.inputs import check_inputs
 from steelyard.model.layerwise import DTYPE, HiddenStates, LayerwiseModel, default_memory
 from steelyard.model.opening import open_model
+from steelyard.model.placement import placement_of
 from steelyard.words import duration
 
-__all__ = ["evaluate"]
+__all__ = ["Scored", "evaluate"]
 
 _PROJECTED = 1 << 24  # logits of one model computed at a time: 64 MB
 _SCORED = 1 << 20  # logits scored at a time, so that they fit a CPU cache in fp64
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Two models, and the samples that they were compared on.
+
+    chosen: which next tokens were scored, (batch, seq - 1) bool
+    scores: of those, batch by batch
+    """
+
+    base: LayerwiseModel
+    quantized: LayerwiseModel
+    evaluation: Evaluation
+    batches: list[Inputs]
+    chosen: list[torch.Tensor]
+    scores: list[Scores]
 
 
 def evaluate(
@@ -45,9 +62,11 @@ def evaluate(
     text_column: str = "text",
     split: str | None = None,
     seed: int = 0,
+    device: Any = "auto",
     memory: int | None = None,
     trust_remote_code_model: bool = False,
     show_progress: bool | None = None,
+    then: Callable[[Scored], object] | None = None,
 ) -> Evaluation:
     """Compare a quantized checkpoint with its base model.
 
@@ -61,10 +80,13 @@ def evaluate(
                or audio, and `messages` with them, go through the processor.
     tokenizer: the base model's by default
     processor: the base model's by default; used for rows with images, videos or audio
+    device:    auto, cpu, or an accelerator such as cuda, cuda:1 or xpu; auto takes torch's current
+               accelerator, if there is one
     memory:    bytes of hidden states to hold in memory, a quarter of the machine's by default; if
                those of both models need more, all go to temporary files.
                They need 8 bytes x tokens x hidden size, and the outputs of towers.
     trust_remote_code_model: run code that ships with a model or its tokenizer
+    then:      called with the models, the samples and the scores, if all tokens were scored
 
     Every token but the first of a sample is scored, except padding and the placeholders of images,
     videos and audio. `labels` are not used. Both models run layer by layer in fp32, with
@@ -75,7 +97,10 @@ def evaluate(
     0.0
     """
     started = time.perf_counter()
+    placement = placement_of(device, base)
     opened = [open_model(model, trust_remote_code_model) for model in (base, quantized)]
+    for source, _ in opened:
+        source.place(placement)
     models = [LayerwiseModel(opened[0][0], "base"), LayerwiseModel(opened[1][0], "quantized")]
     check_pair(*models)
     folders = [model.source.origin for model in models]
@@ -110,6 +135,7 @@ def evaluate(
     )
     placeholders = placeholder_ids(models[0].source.model.config)
     chosen = [scored_targets(batch, placeholders) for batch in samples.batches]
+    batches = [placement.bring_all(batch) for batch in samples.batches]
     to_score = sum(int(each.sum()) for each in chosen)
     if not to_score:
         raise DataError(
@@ -134,7 +160,7 @@ def evaluate(
         progress("evaluating", total, show_progress, unit="work") as advance,
     ):
         ends = [
-            model.run(samples.batches, held, cost, advance)
+            model.run(batches, held, cost, advance)
             for model, cost in zip(models, costs, strict=True)
         ]
         scores: list[Scores] = []
@@ -143,7 +169,8 @@ def evaluate(
             with models[0].head(), models[1].head():
                 advance(sum(cost.outside for cost in costs), "both models, scoring")
                 for *pair, which in zip(*ends, chosen, strict=True):
-                    scores += list(_scores(models, pair, which))
+                    parts = list(_scores(models, pair, which))
+                    scores += [Scores.joined(parts)] if parts else []
                     input_ids = pair[0].inputs["input_ids"]
                     scored += len(input_ids)
                     work = sum(cost.scoring(input_ids.numel()) for cost in costs)
@@ -152,7 +179,14 @@ def evaluate(
             if not scores:
                 raise
             raise EvaluationInterrupted(result(scores, scored), to_score) from interrupt
-    return result(scores, scored)
+    found = result(scores, scored)
+    if then is not None:
+        inputs = [
+            batch for batch, which in zip(samples.batches, chosen, strict=True) if which.any()
+        ]
+        masks = [which for which in chosen if which.any()]
+        then(Scored(models[0], models[1], found, inputs, masks, scores))
+    return found
 
 
 def _plan(samples: Samples, to_score: int, models: list[LayerwiseModel], total: float) -> str:
@@ -183,6 +217,7 @@ def _scores(
         which = chosen[:, positions].flatten()
         if not which.any():
             continue
+        which = which.to(input_ids.device)
         logits = [
             model.logits(batch, positions).flatten(0, 1)
             for model, batch in zip(models, pair, strict=True)

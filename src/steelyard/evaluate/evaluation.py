@@ -24,6 +24,10 @@ class Evaluation:
     kl_p99, kl_max:  99th percentile and maximum of the KL divergence over tokens
     top1_agreement:  fraction of tokens for which both models predict the same token
     notes:           the data used, and differences from how the model is served
+    kl_error:        standard error of kl_divergence; None if there are too few tokens for one
+    loss_error:      standard error of the difference of the two mean log-likelihoods
+    top1_error:      standard error of top1_agreement
+    kl_p99_low, kl_p99_high: bounds of kl_p99, two standard errors of its rank on either side
     """
 
     base: str
@@ -38,6 +42,11 @@ class Evaluation:
     top1_agreement: float
     seconds: float
     notes: tuple[str, ...] = ()
+    kl_error: float | None = None
+    loss_error: float | None = None
+    top1_error: float | None = None
+    kl_p99_low: float | None = None
+    kl_p99_high: float | None = None
 
     @property
     def perplexity_change(self) -> float:

@@ -8,6 +8,7 @@ page embeds the JSON and loads nothing from the network.
     report.to_json(), report.to_html()
     write_report(result, folder)                   # both files
     add_evaluation(folder, {"perplexity": 8.1, "base_perplexity": 7.9, "kl_divergence": 0.02})
+    add_study(folder, study(base, folder, data))   # with the verdict, tokens and blocks
 
 An evaluation is a flat mapping of names to numbers. The page has labels for `tokens`,
 `base_perplexity`, `perplexity`, `kl_divergence` and `top1_agreement`, and shows others under their
@@ -27,6 +28,7 @@ turns them into signal-to-noise ratios.
 from steelyard.report.report import SCHEMA_VERSION, Report
 from steelyard.report.report_files import (
     add_evaluation,
+    add_study,
     read_report,
     report_at,
     write_files,
@@ -50,6 +52,7 @@ __all__ = [
     "SkippedWeight",
     "Summary",
     "add_evaluation",
+    "add_study",
     "decibels",
     "read_report",
     "report_at",

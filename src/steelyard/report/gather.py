@@ -6,6 +6,7 @@ import math
 import statistics
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -24,7 +25,7 @@ from steelyard.names import WEIGHT_OBSERVER
 from steelyard.plan.plan import Plan, Planned
 from steelyard.report.sections import ModuleReport, SchemeUse, SkippedWeight, Summary, decibels
 
-__all__ = ["modules_of", "peak_memory", "skipped_weights", "summary_of"]
+__all__ = ["modules_of", "output_summary", "peak_memory", "skipped_weights", "summary_of"]
 
 _PACKAGES = ("steelyard", "torch", "compressed-tensors", "safetensors", "transformers")
 
@@ -45,7 +46,8 @@ def modules_of(result: Result) -> list[ModuleReport]:
 
 
 def _weight_of(planned: Planned | None, module: ModuleResult) -> dict[str, Any]:
-    details = {key: value for key, value in module.details.items() if key != "figures"}
+    details = {k: v for k, v in module.details.items() if k not in ("figures", "output_error")}
+    output_error = module.details.get("output_error")
     about: dict[str, Any] = {
         "shape": None,
         "scheme": "attention states",
@@ -54,6 +56,8 @@ def _weight_of(planned: Planned | None, module: ModuleResult) -> dict[str, Any]:
         "bytes_after": None,
         "error": module.error,
         "snr": decibels(module.error),
+        "output_error": output_error,
+        "output_snr": decibels(output_error),
         "tokens": module.tokens,
         "details": details,
         **module.details.get("figures", {}),
@@ -123,12 +127,30 @@ def summary_of(result: Result, modules: list[ModuleReport], folder: Path | None)
         median_snr=statistics.median(ratios.values()) if ratios else None,
         worst_snr=None if worst is None else ratios[worst],
         worst_module=worst,
+        **output_summary(modules, "calibration"),
         tokens=max((m.tokens for m in modules), default=0),
         seconds=round(result.seconds, 3),
         peak_memory=peak_memory(),
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         versions=_versions(),
     )
+
+
+def output_summary(modules: Sequence[ModuleReport], data: str) -> dict[str, Any]:
+    """Return the fields of a summary that follow from output errors.
+
+    data: that they are for, calibration or held-out
+    """
+    ratios = {m.name: m.output_snr for m in modules if m.output_snr is not None}
+    if not ratios:
+        return {}
+    worst = min(ratios, key=lambda name: ratios[name])
+    return {
+        "median_output_snr": statistics.median(ratios.values()),
+        "worst_output_snr": ratios[worst],
+        "worst_output_module": worst,
+        "outputs_on": data,
+    }
 
 
 def _measured(folder: Path) -> tuple[int, int]:

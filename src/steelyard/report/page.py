@@ -22,6 +22,7 @@ _STYLES = (
     "heat.css",
     "table.css",
     "module.css",
+    "verdict.css",
 )
 _SCRIPTS = (
     "words.js",
@@ -32,6 +33,8 @@ _SCRIPTS = (
     "module.js",
     "comparison.js",
     "summary.js",
+    "verdict.js",
+    "tokens.js",
     "evaluation.js",
     "page.js",
 )

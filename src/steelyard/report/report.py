@@ -11,6 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from steelyard.engine.result import Result
 from steelyard.errors import ReportError
+from steelyard.evaluate.diagnosis import BlockCost
+from steelyard.evaluate.token_figures import TokenFigures
+from steelyard.evaluate.verdict import Verdict
 from steelyard.report.gather import modules_of, skipped_weights, summary_of
 from steelyard.report.page import page_of
 from steelyard.report.sections import (
@@ -42,6 +45,11 @@ class Report(BaseModel):
     notes: list[str] = Field(default_factory=list)
     recipe: str | None = None
     evaluation: Evaluation | None = None
+    verdict: Verdict | None = None
+    blocks: list[BlockCost] = Field(default_factory=list)
+    better_recipe: str | None = None
+    """Gives the blocks that cost most the next larger scheme."""
+    tokens: TokenFigures | None = None
     comparison: list[ComparisonRow] | None = None
 
     @classmethod

@@ -10,12 +10,16 @@ from typing import Any
 from steelyard.atomic_file import write_atomic
 from steelyard.engine.result import Result
 from steelyard.errors import ReportError
+from steelyard.evaluate.studies import Study
+from steelyard.report.gather import output_summary
 from steelyard.report.report import Report
+from steelyard.report.sections import decibels
 
 __all__ = [
     "HTML",
     "JSON",
     "add_evaluation",
+    "add_study",
     "read_report",
     "report_at",
     "write_files",
@@ -61,6 +65,35 @@ def add_evaluation(folder: str | Path, evaluation: Mapping[str, Any]) -> Report:
     """Add an evaluation to the report of a finished checkpoint; replaces an earlier one."""
     before = read_report(folder).model_dump()
     report = Report.model_validate({**before, "evaluation": dict(evaluation)})
+    write_files(report, folder)
+    return report
+
+
+def add_study(folder: str | Path, study: Study) -> Report:
+    """Add an evaluation with its verdict to the report of a checkpoint; replaces an earlier one."""
+    before = read_report(folder)
+    errors = {} if study.diagnosis is None else study.diagnosis.modules
+    modules = [
+        m.model_copy(update={"output_error": e, "output_snr": decibels(e)})
+        if (e := errors.get(m.name)) is not None
+        else m
+        for m in before.modules
+    ]
+    summary = before.summary
+    if summary is not None and errors:
+        summary = summary.model_copy(update=output_summary(modules, "held-out"))
+    numbers = study.evaluation.as_dict().items()
+    update: dict[str, Any] = {
+        "modules": modules,
+        "summary": summary,
+        "evaluation": {name: v for name, v in numbers if isinstance(v, (int, float))},
+        "verdict": study.verdict,
+        "tokens": study.tokens,
+        "better_recipe": study.recipe,
+    }
+    if study.diagnosis is not None:
+        update["blocks"] = study.diagnosis.blocks
+    report = before.model_copy(update=update)
     write_files(report, folder)
     return report
 

@@ -1,7 +1,8 @@
 """The sections of a report, and the fields of its JSON.
 
 Errors are relative squared errors: the sum of squared errors of the stored weight, over the sum of
-squares of the weight. Sizes are in bytes, times in seconds.
+squares of the weight; an output error likewise, of what flows out of a module. Sizes are in bytes,
+times in seconds.
 """
 
 from __future__ import annotations
@@ -86,6 +87,12 @@ class Summary(_Section):
     """In decibels, over modules."""
     worst_snr: float | None
     worst_module: str | None
+    median_output_snr: float | None = None
+    """Of the outputs of modules, in decibels; None if they are not known."""
+    worst_output_snr: float | None = None
+    worst_output_module: str | None = None
+    outputs_on: str | None = None
+    """The data that output errors are for: calibration, or held-out."""
     tokens: int
     """Calibration tokens of the module that observed the most."""
     seconds: float
@@ -136,6 +143,10 @@ class ModuleReport(_Section):
     error: float | None
     snr: float | None
     """In decibels; None if there is no error."""
+    output_error: float | None = None
+    """Squared error of its output with the stored weight, over the square of the output."""
+    output_snr: float | None = None
+    """The same in decibels."""
     tokens: int
     sampled: int | None = None
     """Number of weights sampled for `clipped` and the histograms."""

@@ -15,7 +15,9 @@ function evaluation(found) {
     samples = take("samples"),
     seconds = take("seconds"),
     most = take("kl_p99"),
-    worst = take("kl_max");
+    worst = take("kl_max"),
+    error = take("kl_error");
+  for (const name of ["loss_error", "top1_error", "kl_p99_low", "kl_p99_high"]) take(name);
   const number = (n, digits) => (typeof n === "number" ? n.toFixed(digits) : anything(n));
   section(
     "evaluation",
@@ -39,7 +41,7 @@ function evaluation(found) {
         ? null
         : [
             "KL divergence",
-            anything(kl),
+            typeof error === "number" ? `${anything(kl)} ± ${small(error)}` : anything(kl),
             [
               "to the base model, per token",
               most === undefined ? null : `99 % below ${anything(most)}`,

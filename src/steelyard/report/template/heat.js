@@ -2,30 +2,45 @@
 
 const LEVELS = 12;
 
+// Signal to noise has fixed colours: 4 dB for each, from 44 dB down, in bands with names.
+const BEST = 44,
+  EACH = 4;
+const BANDS = [
+  [40, "negligible"],
+  [28, "small"],
+  [20, "moderate"],
+  [12, "large"],
+  [-Infinity, "severe"],
+];
+const band = (decibel) => BANDS.find(([from]) => decibel >= from)[1];
+const levelOf = (n) => Math.min(LEVELS - 1, Math.max(0, Math.ceil((BEST - n) / EACH) - 1));
+const ratio = (key) => (modules) => {
+  const e = mean(known(modules, key));
+  return e ? -10 * Math.log10(e) : null;
+};
+const inBand = (n) => `${n.toFixed(1)} dB, ${band(n)}`;
+
 const mean = (numbers) =>
   numbers.length ? numbers.reduce((a, b) => a + b, 0) / numbers.length : null;
 const known = (modules, key) =>
   modules.map((m) => m[key]).filter((n) => n !== null && n !== undefined);
 
-// value: of the modules of one cell; worse: 1 if more is worse, else -1; scaled: the value that colours are linear in
+// value: of the modules of one cell; worse: 1 if more is worse, else -1; scaled: the value that colours are linear in;
+// fixed: in decibels, with the same colours in every report
 const MEASURES = {
-  snr: {
-    label: "Signal to noise",
-    unit: "of the weights",
+  output_snr: {
+    label: "Output error",
+    fixed: true,
     worse: -1,
-    value: (modules) => {
-      const e = mean(known(modules, "error"));
-      return e ? -10 * Math.log10(e) : null;
-    },
-    text: (n) => `${n.toFixed(1)} dB`,
+    value: ratio("output_error"),
+    text: inBand,
   },
-  error: {
-    label: "Relative error",
-    unit: "squared",
-    worse: 1,
-    scaled: (n) => Math.log(Math.max(n, 1e-30)),
-    value: (modules) => mean(known(modules, "error")),
-    text: small,
+  snr: {
+    label: "Weight error",
+    fixed: true,
+    worse: -1,
+    value: ratio("error"),
+    text: inBand,
   },
   clipped: {
     label: "Clipped",
@@ -133,12 +148,18 @@ function heatMap({ label, rows, columns, columnName, cells, open }) {
     for (const [at, node] of nodes) {
       const value = values.get(at);
       let level = 0;
-      if (value !== null && high > low) {
+      if (value !== null && measure.fixed) level = levelOf(value);
+      else if (value !== null && high > low) {
         const along = (scaled(value) - scaled(low)) / (scaled(high) - scaled(low));
         const bad = measure.worse > 0 ? along : 1 - along;
         level = Math.min(LEVELS - 1, Math.max(0, Math.floor(bad * LEVELS)));
       }
       node.className = value === null ? "unknown" : `c${level}`;
+    }
+    readout.textContent = "Point at a cell, or move with the arrow keys; Enter opens it.";
+    if (measure.fixed) {
+      legend.replaceChildren(...bandLegend());
+      return;
     }
     const ends = all.length ? [measure.text(low), measure.text(high)] : [NONE, NONE];
     if (measure.worse < 0) ends.reverse();
@@ -152,7 +173,6 @@ function heatMap({ label, rows, columns, columnName, cells, open }) {
       el("span", {}, ends[1]),
       el("span", { class: "unit" }, `${measure.unit}, worse to the right`),
     );
-    readout.textContent = "Point at a cell, or move with the arrow keys; Enter opens it.";
   }
 
   function step(dr, dc) {
@@ -205,6 +225,25 @@ function heatMap({ label, rows, columns, columnName, cells, open }) {
     paint,
     parts: [el("div", { class: "scroll" }, grid), el("div", { class: "below" }, readout, legend)],
   };
+}
+
+// Each band with its colours and the decibels where it begins.
+function bandLegend() {
+  let first = 0;
+  return BANDS.map(([from, name]) => {
+    const last = from === -Infinity ? LEVELS : (BEST - from) / EACH;
+    const colours = Array.from({ length: last - first }, (_, i) =>
+      el("i", { class: `c${first + i}` }),
+    );
+    first = last;
+    const edge = from === -Infinity ? `below ${BANDS[BANDS.length - 2][0]}` : `from ${from}`;
+    return el(
+      "span",
+      { class: "band" },
+      el("span", { class: "ramp" }, colours),
+      el("span", {}, `${name}, ${edge} dB`),
+    );
+  });
 }
 
 function measuresIn(modules) {

@@ -140,7 +140,15 @@ function moduleDialog() {
         ),
         el("h2", { id: "module-name", class: "name", tabindex: -1 }, m.name),
         facts([
-          ["Signal to noise", m.snr === null ? decibels(m.snr, m.error) : `${m.snr.toFixed(2)} dB`],
+          m.output_error === null
+            ? null
+            : [
+                "Output error",
+                m.output_snr === null
+                  ? "exact"
+                  : `${m.output_snr.toFixed(2)} dB, ${band(m.output_snr)}`,
+              ],
+          ["Weight error", m.snr === null ? decibels(m.snr, m.error) : `${m.snr.toFixed(2)} dB`],
           ["Relative squared error", small(m.error)],
           ["Clipped", share(m.clipped)],
           ["Calibration tokens", m.tokens ? count(m.tokens) : NONE],

@@ -86,8 +86,11 @@ function main() {
   document.getElementById("subtitle").textContent = s
     ? `${[...new Set(s.schemes.map((use) => use.label))].join(", ")} · ${s.created.replace("T", " ").replace("+00:00", " UTC")}`
     : "";
+  if (report.verdict) verdict(report.verdict);
+  if (report.blocks.length) blocks(report.blocks, report.better_recipe);
   if (s) summary(s);
   if (report.evaluation) evaluation(report.evaluation);
+  if (report.tokens) tokenFigures(report.tokens);
   if (report.comparison && report.comparison.length)
     section("comparison", "Comparison", comparison(report.comparison));
   if (modules.length) {

@@ -1,4 +1,4 @@
-// Size, signal to noise, tokens and time of the run; the schemes that it used.
+// Size, errors, tokens and time of the run; the schemes that it used.
 
 function summary(s) {
   const fewest = report.modules.reduce((least, m) => Math.min(least, m.tokens), Infinity);
@@ -20,10 +20,17 @@ function summary(s) {
               ? "over quantized weights"
               : `${s.bits_per_weight_overall.toFixed(2)} over the whole checkpoint`,
           ],
+      s.median_output_snr === null
+        ? null
+        : [
+            "Output error",
+            `${s.median_output_snr.toFixed(1)} dB, ${band(s.median_output_snr)}`,
+            `median; worst ${s.worst_output_snr.toFixed(1)} dB in ${s.worst_output_module}; on ${s.outputs_on} data`,
+          ],
       s.median_snr === null
         ? null
         : [
-            "Signal to noise",
+            "Weight error",
             `${s.median_snr.toFixed(1)} dB`,
             `median; worst ${s.worst_snr.toFixed(1)} dB`,
           ],

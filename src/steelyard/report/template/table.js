@@ -1,5 +1,7 @@
 // All modules, with search, filters and sorting. Only visible rows are in the document.
 
+// Without output errors, their column is left out.
+const hasOutputs = report.modules.some((m) => m.output_error !== null);
 const COLUMNS = [
   { key: "name", label: "Module", text: (m) => m.name, order: (m) => m.index },
   {
@@ -10,8 +12,14 @@ const COLUMNS = [
   },
   { key: "scheme", label: "Scheme", text: (m) => m.scheme, order: (m) => m.scheme },
   {
+    key: "output",
+    label: "Output, dB",
+    text: (m) => decibels(m.output_snr, m.output_error),
+    order: (m) => m.output_snr ?? (m.output_error === 0 ? Infinity : null),
+  },
+  {
     key: "snr",
-    label: "SNR, dB",
+    label: "Weight SNR, dB",
     text: (m) => decibels(m.snr, m.error),
     order: (m) => m.snr ?? (m.error === 0 ? Infinity : null),
   },
@@ -30,7 +38,8 @@ const COLUMNS = [
     order: (m) => m.tokens,
   },
   { key: "size", label: "Size", text: (m) => bytes(m.bytes_after), order: (m) => m.bytes_after },
-];
+].filter((column) => hasOutputs || column.key !== "output");
+const WORST_FIRST = new Set(["name", "snr", "output"]); // rising: the smallest ratio is the worst
 const ROW = 36;
 
 function moduleTable(modules, open) {
@@ -38,7 +47,7 @@ function moduleTable(modules, open) {
     m.index = i;
     m.found = m.name.toLowerCase();
   });
-  let sort = { column: COLUMNS[0], down: false };
+  let sort = { column: COLUMNS.find((c) => c.key === "output") ?? COLUMNS[0], down: false };
   let cell = null; // modules of a cell of a map
   let rows = modules;
   let active = 0;
@@ -86,7 +95,12 @@ function moduleTable(modules, open) {
   const body = el("div", { class: "body", role: "rowgroup", onscroll: () => draw() }, space);
   const table = el(
     "div",
-    { class: "modules", role: "grid", "aria-label": "Modules", "aria-colcount": COLUMNS.length },
+    {
+      class: hasOutputs ? "modules outputs" : "modules",
+      role: "grid",
+      "aria-label": "Modules",
+      "aria-colcount": COLUMNS.length,
+    },
     el(
       "div",
       { role: "rowgroup", class: "head" },
@@ -98,7 +112,7 @@ function moduleTable(modules, open) {
   function by(column) {
     sort = {
       column,
-      down: sort.column === column ? !sort.down : column.key !== "name" && column.key !== "snr",
+      down: sort.column === column ? !sort.down : !WORST_FIRST.has(column.key),
     };
     update();
   }
