@@ -1,8 +1,9 @@
-"""What the site has beyond the files of docs/: measurements, and observers without a section.
+"""What the site has beyond the files of docs/: measurements, the API, observers without a section.
 
 `benchmarks/README.md` stands beside the scripts that write it. On the site it is a page like the
 others, and links between them are turned so that they hold there too. An observer that
-docs/observers.md does not describe is added by `tools/observer_docs.py`.
+docs/observers.md does not describe is added by `tools/observer_docs.py`. `tools/api_docs.py` makes
+the page of the API from docstrings.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks" / "README.md"
 
-sys.path.insert(0, str(ROOT / "src"))
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tools")]
+import api_docs  # noqa: E402
+
 from steelyard.names import observer_modules  # noqa: E402  # which needs no other package
 
 
 def on_files(files: Files, config: Any) -> Files:
     text = BENCHMARKS.read_text(encoding="utf-8")
     files.append(File.generated(config, "benchmarks.md", content=text))
+    files.append(File.generated(config, "api.md", content=api_docs.page()))
     return files
 
 

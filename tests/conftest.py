@@ -20,7 +20,10 @@ OWN_FOLDER = pytest.StashKey[str]()
 
 @pytest.hookimpl(tryfirst=True)  # before pytest reads where temporary files go
 def pytest_configure(config: pytest.Config) -> None:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported; only forced kernels use it
     os.environ["PYTHONWARNINGS"] = ",".join(config.getini("filterwarnings"))
+    # One type for all processors, in started processes too: most oracles are fp32.
+    os.environ["STEELYARD_FORWARD"] = "fp32"
     if config.option.basetemp is None:  # a worker of xdist has one below that of the run
         folder = tempfile.mkdtemp(prefix="steelyard-")
         config.option.basetemp = config.stash[OWN_FOLDER] = folder

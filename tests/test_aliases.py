@@ -90,8 +90,8 @@ def test_modules_that_are_not_there_say_what_to_use(path: str, said: str) -> Non
 
 
 def test_other_names_are_not_there() -> None:
-    with pytest.raises(ImportError, match="SpinQuantModifier is not implemented yet; use GPTQ"):
-        import_module("steelyard.modifiers.quantization").SpinQuantModifier  # noqa: B018
+    with pytest.raises(ImportError, match="SparseGPTModifier is not implemented yet; use llm-comp"):
+        import_module("steelyard.modifiers.quantization").SparseGPTModifier  # noqa: B018
     with pytest.raises(AttributeError, match="NoModifier"):
         import_module("steelyard.modifiers.quantization").NoModifier  # noqa: B018
 

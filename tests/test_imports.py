@@ -21,7 +21,7 @@ LAYERS = (
     ("__main__",),
     ("cli",),
     ("entry", "script_tools"),
-    ("report", "evaluate"),
+    ("report", "evaluate", "doctor"),
     ("engine",),
     ("plan", "algorithms", "recipes"),
     ("modifiers", "model", "data"),

@@ -41,6 +41,63 @@ def test_model_free_quantization_writes_what_oneshot_does(source: Path, tmp_path
             steelyard.model_free_ptq(source, tmp_path / "r", **wrong)
 
 
+def test_checkpoint_is_converted_before_it_is_quantized(source: Path, tmp_path: Path) -> None:
+    from compressed_tensors.entrypoints.convert import (
+        CompressedTensorsDequantizer,
+        convert_checkpoint,
+    )
+
+    int8, out = tmp_path / "int8", tmp_path / "below" / "q"
+    steelyard.oneshot(source, W8A8, None, int8)
+    kept = ["lm_head", "re:.*norm$", "re:.*embed_tokens$"]
+    convert_checkpoint(
+        model_stub=int8,
+        save_directory=tmp_path / "dense",
+        converter=CompressedTensorsDequantizer(str(int8), ignore=kept),
+        max_workers=1,
+    )
+    steelyard.model_free_ptq(tmp_path / "dense", tmp_path / "expected", "FP8_DYNAMIC", ignore=kept)
+    result = steelyard.model_free_ptq(
+        model_stub=int8,
+        save_directory=out,
+        scheme="FP8_DYNAMIC",
+        ignore=kept,
+        converter=CompressedTensorsDequantizer(str(int8), ignore=kept),
+    )
+    assert any("by CompressedTensorsDequantizer" in note for note in result.notes)
+    found, expected = read(out), read(tmp_path / "expected")
+    assert found.keys() == expected.keys()
+    assert all(
+        torch.equal(found[n].view(torch.uint8), expected[n].view(torch.uint8)) for n in found
+    )
+    assert [path.name for path in out.parent.iterdir()] == ["q"]  # no temporary folder
+
+
+def test_experts_are_left_to_oneshot() -> None:
+    from steelyard.modeling.moe.context import moe_calibration_context
+    from steelyard.modeling.moe.linearize import linearize_moe
+    from steelyard.utils.dev import skip_weights_initialize
+
+    with skip_weights_initialize():
+        model = small_model("qwen3_moe")
+    assert linearize_moe(model) is model
+    with moe_calibration_context(model, calibrate_all_experts=True):
+        experts = [type(m).__name__ for n, m in model.named_modules() if n.endswith("experts")]
+    assert set(experts) == {"Qwen3MoeExperts"}
+    with (
+        pytest.raises(ValueError, match="set its parameters to zero"),
+        skip_weights_initialize(True),
+    ):
+        raise AssertionError("not reached")
+
+
+def test_no_samples_are_no_data() -> None:
+    run = {"model": small_model("llama"), "recipe": W8A8, "num_calibration_samples": 0}
+    assert len(steelyard.oneshot(**run).modules) == 21
+    with pytest.raises(ValueError, match="num_calibration_samples must be at least 1"):
+        steelyard.oneshot(**run, dataset=["some text"])
+
+
 def test_run_that_is_set_up_first() -> None:
     model = small_model("llama")
     run = steelyard.Oneshot(model=model, recipe=W8A8)

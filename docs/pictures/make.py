@@ -309,12 +309,12 @@ def over_counts(
     picture = Picture(title, 206)
     args = QuantizationArgs(num_bits=bits, strategy="tensor")
     found = []
-    for name, label, options, kind, height in runs:
+    for name, label, options, kind, height in [*runs, ("histogram", "", {}, "", 0)]:
         observer = Observer.load_from_registry(name, base_name="input", args=args, **options)
         for batch in batches():
             observer(batch)
         found.append((observer, label, kind, height))
-    histogram = found[-1][0].histogram[0]
+    histogram = found.pop()[0].histogram[0]
     width = 2.0 ** int(histogram[0])
     up, across = Axis(0, 13, 176, 34), Axis(-1024 * width, 1024 * width)
     picture.text(LEFT, 22, f"values of all batches in bins, logarithmic; int{bits}", "soft")
@@ -367,6 +367,17 @@ def histogram_mse() -> Picture:
     )
 
 
+def token_mse() -> Picture:
+    return over_counts(
+        "token_mse: the range with the least error, weighed by the size of tokens",
+        4,
+        [
+            ("static_minmax", "static_minmax", {}, "curve", 40),
+            ("token_mse", "token_mse", {}, "second", 60),
+        ],
+    )
+
+
 DRAWN = (
     memoryless_minmax,
     static_minmax,
@@ -376,6 +387,7 @@ DRAWN = (
     percentile,
     entropy,
     histogram_mse,
+    token_mse,
     optimal,
     imatrix_mse,
     nvfp4_expanded_mse,

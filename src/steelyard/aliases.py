@@ -37,8 +37,12 @@ ALIASES = {
 
 _OF_MODIFIERS = (
     *("obcq", "pruning", "pruning.constant", "pruning.magnitude", "pruning.sparsegpt"),
-    *("pruning.wanda", "quantization.quantization", "spinquant", "transform.quip"),
-    "transform.spinquant",
+    *("pruning.wanda", "quantization.quantization"),
+    "transform.quip",
+)
+_OF_SPINQUANT = (
+    *("transform.spinquant", "transform.spinquant.base", "transform.spinquant.mappings"),
+    "transform.spinquant.norm_mappings",
 )
 FORWARDED = {
     "steelyard.core": "steelyard.sessions",
@@ -67,6 +71,7 @@ FORWARDED = {
     "steelyard.utils.dev": "steelyard.script_tools",
     "steelyard.utils.transformers": "steelyard.script_tools",
     **{f"steelyard.modifiers.{name}": "steelyard.modifiers" for name in _OF_MODIFIERS},
+    **{f"steelyard.modifiers.{n}": "steelyard.modifiers.spinquant" for n in _OF_SPINQUANT},
 }
 """Path -> module that has its names; a module of its own, so that it may have parts."""
 

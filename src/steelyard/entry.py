@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
@@ -36,9 +38,11 @@ def oneshot(
     splits: str | Sequence[str] | Mapping[str, str] | None = None,
     shuffle_calibration_samples: bool = True,
     seed: int = 0,
+    device: Any = "auto",
     pipeline: str | None = "auto",
     propagate_error: bool | None = None,
     uncalibrated: str = "error",
+    uncalibratable: str = "note",
     moe_calibrate_all_experts: bool = True,
     save_statistics: str | Path | None = None,
     statistics: str | Path | None = None,
@@ -105,6 +109,24 @@ class Oneshot:
         self.model = self.model if self.result.model is None else self.result.model
 
 
+@contextlib.contextmanager
+def _converted(model: Any, output: str | Path, converter: Any, workers: int) -> Iterator[Path]:
+    """Convert a checkpoint into a temporary folder, which is removed afterwards."""
+    from compressed_tensors.entrypoints.convert import convert_checkpoint
+
+    if not hasattr(converter, "process"):
+        raise PlanError(
+            f"converter={converter!r} is no Converter of compressed_tensors.entrypoints.convert"
+        )
+    beside = Path(output).resolve().parent  # as large as the checkpoint, so not in /tmp
+    beside.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix="converted-", dir=beside) as folder:
+        convert_checkpoint(
+            model_stub=model, save_directory=folder, converter=converter, max_workers=workers
+        )
+        yield Path(folder)
+
+
 def model_free_ptq(
     model_stub: str | Path,
     save_directory: str | Path,
@@ -120,12 +142,16 @@ def model_free_ptq(
     scheme:              a preset, or a scheme with its targets
     config:              several schemes, instead of `scheme`
     max_workers, device: no effect: threads and devices are chosen as for any run
-    converter:           refused; convert the checkpoint first
+    converter:           of compressed-tensors, such as a dequantizer: the checkpoint is converted
+                         first, into a temporary folder beside `save_directory`
     """
-    if converter is not None:
-        raise PlanError("converter: a checkpoint is read as it is; convert it first")
     if (scheme is None) == (config is None):
         raise PlanError("give either scheme or config")
+    if converter is not None:
+        with _converted(model_stub, save_directory, converter, max_workers) as folder:
+            result = model_free_ptq(folder, save_directory, scheme, config, ignore)
+        result.notes.append(f"{model_stub} was converted first, by {type(converter).__name__}")
+        return result
     ignored = [*(config.ignore or () if config is not None else ()), *ignore]
     options: dict[str, Any] = {"ignore": ignored}
     if config is not None:

@@ -21,6 +21,7 @@ __all__ = [
     "ExpertGroup",
     "expert_groups",
     "fused_groups",
+    "fused_name",
     "shared_parameter",
     "shared_parameters",
     "solved_together",
@@ -35,6 +36,15 @@ FUSED_LAYER_NAMES: list[tuple[str, ...]] = [
     ("in_proj_b", "in_proj_a"),
 ]
 """Attribute names of sibling layers that the server fuses into one."""
+_FUSED_NAMES = {
+    "q_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "w1": "w13",
+    "q_a_proj": "fused_qkv_a_proj",
+    "in_proj_qkv": "in_proj_qkvz",
+    "in_proj_b": "in_proj_ba",
+}
+"""First of the fused layers -> vLLM's name of the whole."""
 
 _CROSS = ("cross_attn", "encoder_attn")
 """Cross-attention: queries have another input than keys and values, and are not fused with them."""
@@ -96,6 +106,19 @@ def fused_groups(names: Iterable[str]) -> Iterator[tuple[str, ...]]:
             present = tuple(path for path in paths if path in known)
             if len(present) > 1:
                 yield present
+
+
+def fused_name(group: tuple[str, ...]) -> str:
+    """Return vLLM's name of the layer that it fuses from a group of `fused_groups`.
+
+    >>> fused_name(("attn.q_proj", "attn.k_proj", "attn.v_proj"))
+    'attn.qkv_proj'
+    """
+    parent, _, leaf = group[0].rpartition(".")
+    for leaves in FUSED_LAYER_NAMES:
+        if leaf in leaves:
+            return f"{parent}.{_FUSED_NAMES[leaves[0]]}".lstrip(".")
+    raise ValueError(f"{group[0]} is not fused with others")
 
 
 def shared_parameter(args: QuantizationArgs | None, base_name: str) -> str | None:

@@ -27,8 +27,13 @@ __all__ = [
 WEIGHT_OBSERVER = "optimal"
 """Observer for weights unless the user names one: the least KL divergence without data."""
 
-ACTIVATION_OBSERVER = "minmax"
-"""Observer for static activations and the KV cache unless the user or the preset names one."""
+ACTIVATION_OBSERVER = "token_mse"
+"""Observer for static activations and the KV cache unless the user names one."""
+
+_GLOBAL_SCALE_OBSERVER = "minmax"
+"""Observer for activations with a scale per group, of which only a global scale is static."""
+
+_OWN_SCALE = ("tensor", "attn_head")  # strategies of static activations
 
 _REGISTERED = re.compile(r"^@Observer\.register\(\"([\w-]+)\"\)", re.MULTILINE)
 _PRESETS = "PRESET_SCHEMES"
@@ -36,9 +41,11 @@ _PRESETS_MODULE = "compressed_tensors.quantization.quant_scheme"
 _UNQUANTIZED = "UNQUANTIZED"  # a preset that quantizes nothing
 
 
-def default_observer(base_name: str) -> str:
+def default_observer(base_name: str, strategy: str | None = None) -> str:
     """Return the default observer for weight | input | output | q | k | v."""
-    return WEIGHT_OBSERVER if base_name == "weight" else ACTIVATION_OBSERVER
+    if base_name == "weight":
+        return WEIGHT_OBSERVER
+    return ACTIVATION_OBSERVER if strategy in (None, *_OWN_SCALE) else _GLOBAL_SCALE_OBSERVER
 
 
 @lru_cache(maxsize=1)

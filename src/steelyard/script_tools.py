@@ -17,16 +17,18 @@ __all__ = [
     "dispatch_for_generation",
     "get_main_device",
     "get_rank_partition",
+    "linearize_moe",
     "load_context",
     "load_quantizable_moe",
+    "moe_calibration_context",
     "oneshot",
     "replace_modules_for_calibration",
+    "skip_weights_initialize",
     "untie_word_embeddings",
 ]
 
 _ON_DEVICE = "auto_offload"  # a device map that only llm-compressor's loader knows
 _DATA = "pass the dataset to oneshot, which tokenizes and batches it"
-_EXPERTS = "experts are made Linear layers by oneshot, whichever way the model was loaded"
 
 MISSING = {
     "get_processed_dataset": _DATA,
@@ -37,10 +39,9 @@ MISSING = {
     "RecipeArguments": "pass the arguments to oneshot by name",
     "parse_args": "pass the arguments to oneshot by name",
     "TextGenerationDataset": "pass preprocessing_func to oneshot",
-    "linearize_moe": _EXPERTS,
-    "moe_calibration_context": _EXPERTS,
     "skip_weights_download": "pass the folder of the model to oneshot with dry_run=True",
     "trace": "nothing is traced; oneshot(..., dry_run=True) shows the layers that would run",
+    "repack_moe": "experts are written under the names that vLLM reads",
     "modify_save_pretrained": "oneshot changes save_pretrained of a module that it quantizes",
 }
 """Name of llm-compressor -> what to do instead."""
@@ -75,9 +76,26 @@ def load_context(model_cls: Any = None) -> Iterator[None]:
 load_quantizable_moe = load_context
 
 
-def replace_modules_for_calibration(model: Any, *args: Any, **options: Any) -> Any:
-    """Return the model: `oneshot` replaces stacked experts itself."""
+def linearize_moe(model: Any, *args: Any, **options: Any) -> Any:
+    """Return the model: `oneshot` makes stacked experts Linear layers itself."""
     return model
+
+
+replace_modules_for_calibration = linearize_moe
+
+
+@contextlib.contextmanager
+def moe_calibration_context(*args: Any, **options: Any) -> Iterator[None]:
+    """Change nothing: `moe_calibrate_all_experts` of `oneshot` decides which tokens experts see."""
+    yield
+
+
+@contextlib.contextmanager
+def skip_weights_initialize(use_zeros: bool = False) -> Iterator[None]:
+    """Change nothing: a model that is built inside has its usual initial values."""
+    if use_zeros:
+        raise ValueError("use_zeros=True: build the model, and set its parameters to zero")
+    yield
 
 
 def dispatch_for_generation(model: Any, *args: Any, **options: Any) -> Any:

@@ -25,14 +25,25 @@ EXPECTED = {
     ),
     "recipe in yaml, with a cache": ("float-quantized", {"weight", "input_scale"} | SCALES),
     "static activations, preprocessing": ("float-quantized", {"weight", "input_scale"} | SCALES),
+    "ignores of other families, dataset by its short name": (
+        "nvfp4-pack-quantized",
+        {"weight_packed", "weight_global_scale", "input_global_scale"} | SCALES,
+    ),
+    "schemes of compressed-tensors by target": (
+        "mixed-precision",
+        {"weight_packed", "weight_shape"} | SCALES,
+    ),
     "from files": ("float-quantized", {"weight"} | SCALES),
 }
 
 
 @pytest.mark.filterwarnings("ignore:calibrating on:steelyard.errors.CalibrationWarning")
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_script_runs_twice_and_leaves_a_checkpoint(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("datasets")
+def test_script_runs_twice_and_leaves_a_checkpoint(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets, "load_dataset", datasets.load_dataset)  # scripts replace it
     out = tmp_path / "out"
     text = script(name, "steelyard", str(model_folder()), str(out))
     exec(compile(text, name, "exec"), {})

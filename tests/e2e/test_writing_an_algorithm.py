@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import signal
@@ -19,6 +18,7 @@ from interruption import Stop, lasting, small_steps, stop_at_mark
 from pages import DOCS, own_registrations, write_files
 
 from steelyard.checkpoint import check_checkpoint
+from steelyard.checkpoint.provenance import read_provenance
 from steelyard.checkpoint.shards import Shards
 from steelyard.demo import calibration_texts, model_folder
 
@@ -74,7 +74,9 @@ def balanced(place: Path) -> Path:
 
 def test_a_norm_and_two_weights_are_changed(balanced: Path) -> None:
     before, after = read(model_folder()), read(balanced)
-    claimed = json.loads((balanced / "provenance.json").read_text())["changed"]
+    provenance = read_provenance(balanced)
+    assert provenance is not None
+    claimed = provenance.changed
     layers = {name.split(".")[2] for name in before if ".layers." in name}
     leaves = ["post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj"]
     expected = {f"model.layers.{i}.{leaf}.weight" for i in layers for leaf in leaves}

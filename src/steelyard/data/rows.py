@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -13,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from steelyard.data.data_files import JsonLines, Parquet, Row, TextFile, read_csv
+from steelyard.data.file_names import FILES, data_file
 from steelyard.data.hub_datasets import Loading, load_named, pick_split
 from steelyard.data.known_datasets import DEMO, known_dataset
 from steelyard.data.preprocessing import IndexedMappedRows, MappedRows
@@ -23,19 +23,7 @@ from steelyard.foreign import reason_of
 
 __all__ = ["IndexedRows", "Rows", "collated", "mapped", "open_rows"]
 
-FILES = {
-    ".txt": "text",
-    ".text": "text",
-    ".md": "text",
-    ".raw": "text",
-    "": "text",
-    ".jsonl": "json",
-    ".json": "json",
-    ".parquet": "parquet",
-    ".csv": "csv",
-}
 TYPES = ("custom", "json", "csv", "text", "parquet")  # what scripts call a dataset in files
-HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 class Rows(Protocol):
@@ -185,20 +173,9 @@ def collated(rows: Iterator[Row], collator: Callable[[list[Any]], Any], size: in
 
 
 def _named(dataset: str | Path, loading: Loading, shuffle: bool, reader: RowReader) -> Rows:
-    path, split = Path(dataset), loading.split
-    try:
-        is_file, is_folder = path.is_file(), path.is_dir()
-    except (OSError, ValueError):  # too long, or with a NUL: a text, not a name
-        is_file = is_folder = False
-    known = path.suffix.lower() in FILES and path.suffix != ""
-    if not is_file:
-        name = str(dataset)
-        if is_folder or (isinstance(dataset, str) and HUB_NAME.fullmatch(name) and not known):
-            return _known(name, loading, shuffle, reader)
-        shown = name if len(name) <= 80 else f"{name[:77]}..."
-        raise DataError(
-            f"there is no file {shown!r}: pass a file, the name of a dataset, or a list of texts"
-        )
+    path, split = data_file(dataset), loading.split
+    if path is None:
+        return _known(str(dataset), loading, shuffle, reader)
     if split is not None:
         raise DataError(f"splits={split!r} needs the name of a dataset; {path} is a file")
     form = FILES.get(path.suffix.lower())
