@@ -24,7 +24,7 @@ OLDEST_TESTS := $(wildcard tests/observers tests/conformance tests/properties te
 OLDEST_TESTS += tests/algorithms/test_gptq.py  # which stores g_idx only there
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest browser clang check docs bench e2e experts clean
+.PHONY: help demo test test-oldest browser clang check docs bench kernels e2e experts clean
 
 # One thread per test process, or the workers fight over the cores.
 test test-oldest: export OMP_NUM_THREADS := 1
@@ -84,6 +84,9 @@ docs: $(DOCS)/.installed  ## build the pages in docs/ as a site, in build/site
 bench: $(BENCH)/.installed  ## measure the kernels beside llm-compressor, and render the tables
 	$(BENCH)/bin/python benchmarks/speed.py
 	$(BENCH)/bin/python benchmarks/render.py
+
+kernels: $(READY_DEV)  ## compile Triton's kernels for every GPU; registers and spills
+	$(VENV)/bin/python benchmarks/gpu_compile.py --json benchmarks/results/gpu-kernels.json
 
 ifeq ($(MODEL)$(filter e2e,$(MAKECMDGOALS)),e2e)
 $(error MODEL is missing: make e2e MODEL=folder [TEXT=file])

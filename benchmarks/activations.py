@@ -27,8 +27,6 @@ from whole_run import processor, versions
 
 from steelyard import Observer
 
-SAMPLES = 16
-
 SCHEMES: dict[str, dict[str, Any]] = {
     "W8A8": {"num_bits": 8, "type": "int"},
     "FP8": {"num_bits": 8, "type": "float"},
@@ -42,6 +40,10 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "histogram_mse": ("histogram_mse", {}),
     "histogram_mse, norm 1": ("histogram_mse", {"norm": 1.0}),
     "histogram_mse, norm 3": ("histogram_mse", {"norm": 3.0}),
+    "token_mse": ("token_mse", {}),
+    "token_mse, relative 0": ("token_mse", {"relative": 0.0}),
+    "token_mse, relative 0.5": ("token_mse", {"relative": 0.5}),
+    "token_mse, relative 1": ("token_mse", {"relative": 1.0}),
 }
 NOT_QUANTIZED = "not quantized"  # weights alone are
 
@@ -131,9 +133,9 @@ def quality(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         tokens = scratch / "tokens.json"
-        tokenize(str(options.model), options.text, "-", str(SAMPLES), str(tokens))
+        tokenize(str(options.model), options.text, "-", str(options.samples), str(tokens))
         parts = [torch.tensor(rows) for rows in json.loads(tokens.read_text()).values()]
-        judge(options, scratch, *parts)
+        judge(options, scratch, parts[0], parts[1][: options.evaluated])
 
 
 @torch.no_grad()
@@ -240,6 +242,8 @@ def main() -> None:
     parser.add_argument("what", choices=["quality", "speed"])
     parser.add_argument("model", type=Path, nargs="?")
     parser.add_argument("--text", default="-", help="else what the model itself writes")
+    parser.add_argument("--samples", type=int, default=16, help="to calibrate with")
+    parser.add_argument("--evaluated", type=int, default=8, help="samples to evaluate, at most 8")
     parser.add_argument("--rows", nargs="*", default=list(ROWS))
     parser.add_argument("--schemes", nargs="*", default=list(SCHEMES))
     parser.add_argument("--runs", type=int, default=7)

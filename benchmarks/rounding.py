@@ -1,4 +1,4 @@
-"""What each part of GPTQ is worth: drift correction, signed scales, weights of columns, tuning.
+"""What each part of GPTQ is worth: weights of columns, signed scales, drift, dampening, tuning.
 
 Each row is a process of its own that quantizes MODEL to int4 with the same calibration tokens and
 compares the decoded weights with the original, on held-out text of the calibration's domain and on
@@ -31,7 +31,8 @@ ROWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "root of E[x^2]": ({"drift_correction": False}, {"negative_scales": False}),
     "and signed scales": ({"drift_correction": False}, {}),
-    "and drift correction (default)": ({}, {}),
+    "and drift correction": ({"held_out_dampening": False}, {}),
+    "and held-out dampening (default)": ({}, {}),
     "and tuning, 50 steps a block": ({"iters": 50}, {}),
 }
 

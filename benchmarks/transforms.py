@@ -30,20 +30,26 @@ DYNAMIC = {
     "input_activations": {"num_bits": 8, "strategy": "token", "dynamic": True},
 }
 FLOAT8 = {"num_bits": 8, "type": "float", "strategy": "tensor"}
-SCHEMES: dict[str, dict[str, Any]] = {
+SCHEMES: dict[str, Any] = {
     "W8A8 static per tensor": STATIC,
     "W8A8 dynamic": DYNAMIC,
     "FP8 static": {"weights": FLOAT8, "input_activations": FLOAT8},
     "W4A16 group 64": {"weights": {"num_bits": 4, "strategy": "group", "group_size": 64}},
     "W4A16 group 32": {"weights": {"num_bits": 4, "strategy": "group", "group_size": 32}},
+    "NVFP4": "NVFP4",
+    "MXFP4": "MXFP4",
 }
+WITH_R4 = {"rotations": ["R1", "R2", "R4"], "transform_type": "random-hadamard"}
 STEPS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "no transform": [],
     "SmoothQuant 0.5": [("SmoothQuantModifier", {})],
     "SmoothQuant 0.8": [("SmoothQuantModifier", {"smoothing_strength": 0.8})],
     "AWQ": [("AWQModifier", {})],
     "auto": [("TransformModifier", {})],
+    "SpinQuant": [("SpinQuantModifier", {}), ("IMatrixGatherer", {})],
+    "SpinQuant with R4": [("SpinQuantModifier", WITH_R4), ("IMatrixGatherer", {})],
     "GPTQ": [],
+    "SpinQuant, GPTQ": [("SpinQuantModifier", {})],
     "AWQ, GPTQ": [("AWQModifier", {})],
     "auto, GPTQ": [("TransformModifier", {})],
 }
@@ -64,8 +70,10 @@ def row(model: str, name: str, tokens: str) -> dict[str, Any]:
     scheme, _, step = name.partition(": ")
     recipe: list[Any] = [getattr(modifiers, kind)(**given) for kind, given in STEPS[step]]
     last = modifiers.GPTQModifier if "GPTQ" in step else modifiers.QuantizationModifier
-    groups = {"group_0": {"targets": ["Linear"], **SCHEMES[scheme]}}
-    recipe.append(last(config_groups=groups, ignore=["lm_head"]))
+    given: Any = {"scheme": scheme}
+    if scheme != SCHEMES[scheme]:  # no preset
+        given = {"config_groups": {"group_0": {"targets": ["Linear"], **SCHEMES[scheme]}}}
+    recipe.append(last(**given, ignore=["lm_head"]))
     if not STEPS[step] and "GPTQ" not in step:  # weights are weighted by importance in all rows
         recipe.insert(0, modifiers.IMatrixGatherer())
     loader = torch.utils.data.DataLoader([{"input_ids": each} for each in calibration])
