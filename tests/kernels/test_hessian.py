@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from steelyard.kernels.hessian import accumulate, empty_slab, slab_starts, symmetric
+from steelyard.kernels.backend import instruction_set
+from steelyard.kernels.hessian import (
+    accumulate,
+    empty_slab,
+    output_square,
+    product_dtype,
+    slab_starts,
+    symmetric,
+)
 
 
 def inputs(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -45,3 +53,21 @@ def test_is_symmetric_and_the_same_each_time() -> None:
 
 def test_no_tokens() -> None:
     assert not hessian_of(torch.zeros(0, 5)).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 1), (40, 300), (300, 129)])
+def test_output_square_is_that_of_the_outputs(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    weight, x = inputs(*shape).to(dtype), inputs(64, shape[1], seed=1)
+    outputs = x.double() @ weight.double().t()
+    found = output_square(weight, x.t() @ x)
+    assert found == pytest.approx(float(outputs.square().sum()), rel=1e-5)
+
+
+def test_inputs_are_rounded_only_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    has_pairs = instruction_set() == "avx512_bf16"
+    assert product_dtype(cpu) == (torch.bfloat16 if has_pairs else None)
+    assert product_dtype(torch.device("meta")) is None
+    monkeypatch.setenv("STEELYARD_ISA", "baseline")
+    assert product_dtype(cpu) is None

@@ -20,6 +20,7 @@ from steelyard.checkpoint.figures import module_figures, with_figures
 from steelyard.checkpoint.weight_errors import relative_error, weight_error
 from steelyard.fusion import fused_groups
 from steelyard.kernels.gptq_rounding import GPTQResult, activation_order, solve
+from steelyard.kernels.hessian import output_square, product_dtype
 from steelyard.model.precision import return_memory
 from steelyard.modifiers import GPTQModifier
 from steelyard.modifiers.gptq import REGROUPING
@@ -58,7 +59,9 @@ class GPTQ(Nearest):
         for _, _, observer in block.calibration.observers():
             if getattr(observer.options, "importance_power", 1.0) is None:
                 observer.power = _IMPORTANCE_POWER
-        return Hessians(weighed, self.modifier.offload_hessians, block.ranks, block.pool)
+        offload = self.modifier.offload_hessians
+        dtype = product_dtype(torch.device("cpu") if offload else block.device)
+        return Hessians(weighed, offload, block.ranks, block.pool, dtype)
 
     def see(self, state: Hessians, seen: Seen) -> None:
         terms = (seen.partial_sum, seen.weights, seen.original, seen.batch)
@@ -142,7 +145,7 @@ class GPTQ(Nearest):
             target=target,
             rounds=modifier.refinements,
         )
-        signal = float(((module.weight.data.float() @ hessian) * module.weight.data).sum())
+        signal = output_square(module.weight.data, hessian)
         if result.fallback is not None:
             error = weight_error(module) or 0.0
             details = _details(result, 0.0, signal)

@@ -17,9 +17,17 @@ from collections.abc import Sequence
 import torch
 
 from steelyard.kernels import compiled
-from steelyard.kernels.backend import use_compiled
+from steelyard.kernels.backend import instruction_set, use_compiled
 
-__all__ = ["accumulate", "accumulate_product", "empty_slab", "slab_starts", "symmetric"]
+__all__ = [
+    "accumulate",
+    "accumulate_product",
+    "empty_slab",
+    "output_square",
+    "product_dtype",
+    "slab_starts",
+    "symmetric",
+]
 
 _ROWS = 128  # fewer save multiplications, more make each of them cheaper
 
@@ -72,6 +80,17 @@ def accumulate_product(
         slab.addmm_(left[:, start : start + len(slab)].t(), right)
 
 
+def product_dtype(device: torch.device) -> torch.dtype | None:
+    """Return the type to round inputs to, so that they are multiplied at twice the speed.
+
+    None where fp32 is as fast. Rounding to bf16 changes a product by 2^-9 of it, and not always to
+    the same side. In a sum over tokens that is about 2^-18 of the variance that it has already,
+    since other texts would have other tokens.
+    """
+    on_cpu = use_compiled(torch.empty(0, device=device))
+    return torch.bfloat16 if on_cpu and instruction_set() == "avx512_bf16" else None
+
+
 def symmetric(slabs: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the whole matrix, given all its slabs."""
     columns = slabs[0].shape[1]
@@ -83,3 +102,22 @@ def symmetric(slabs: Sequence[torch.Tensor]) -> torch.Tensor:
         whole[rows, rows.stop :] = slab[:, len(slab) :]
         whole[rows.stop :, rows] = slab[:, len(slab) :].t()
     return whole
+
+
+def output_square(weight: torch.Tensor, hessian: torch.Tensor) -> float:
+    """Return the squared length of the outputs, tr(W H W^T).
+
+    It is the inner product of H and W^T W, both symmetric: a quarter of the work of W H, or less.
+
+    weight:  (out, in)
+    hessian: (in, in), fp32, on the same device
+    """
+    starts = slab_starts(len(hessian))
+    slabs = [empty_slab(len(hessian), start, weight.device) for start in starts]
+    accumulate(slabs, weight)
+    total = 0.0
+    for start, slab in zip(starts, slabs, strict=True):
+        products = slab.triu_().mul_(hessian[start : start + len(slab), start:])
+        diagonal = products.diagonal().sum(dtype=torch.float64)
+        total += float(2 * products.sum(dtype=torch.float64) - diagonal)
+    return total
