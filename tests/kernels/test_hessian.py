@@ -6,12 +6,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from steelyard.kernels.backend import instruction_set
 from steelyard.kernels.hessian import (
     accumulate,
     empty_slab,
     output_square,
-    product_dtype,
     slab_starts,
     symmetric,
 )
@@ -62,12 +60,3 @@ def test_output_square_is_that_of_the_outputs(shape: tuple[int, int], dtype: tor
     outputs = x.double() @ weight.double().t()
     found = output_square(weight, x.t() @ x)
     assert found == pytest.approx(float(outputs.square().sum()), rel=1e-5)
-
-
-def test_inputs_are_rounded_only_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu = torch.device("cpu")
-    has_pairs = instruction_set() == "avx512_bf16"
-    assert product_dtype(cpu) == (torch.bfloat16 if has_pairs else None)
-    assert product_dtype(torch.device("meta")) is None
-    monkeypatch.setenv("STEELYARD_ISA", "baseline")
-    assert product_dtype(cpu) is None

@@ -20,7 +20,7 @@ from steelyard.checkpoint.figures import module_figures, with_figures
 from steelyard.checkpoint.weight_errors import relative_error, weight_error
 from steelyard.fusion import fused_groups
 from steelyard.kernels.gptq_rounding import GPTQResult, activation_order, solve
-from steelyard.kernels.hessian import output_square, product_dtype
+from steelyard.kernels.hessian import output_square
 from steelyard.model.precision import return_memory
 from steelyard.modifiers import GPTQModifier
 from steelyard.modifiers.gptq import REGROUPING
@@ -59,9 +59,7 @@ class GPTQ(Nearest):
         for _, _, observer in block.calibration.observers():
             if getattr(observer.options, "importance_power", 1.0) is None:
                 observer.power = _IMPORTANCE_POWER
-        offload = self.modifier.offload_hessians
-        dtype = product_dtype(torch.device("cpu") if offload else block.device)
-        return Hessians(weighed, offload, block.ranks, block.pool, dtype)
+        return Hessians(weighed, self.modifier.offload_hessians, block.ranks, block.pool)
 
     def see(self, state: Hessians, seen: Seen) -> None:
         terms = (seen.partial_sum, seen.weights, seen.original, seen.batch)

@@ -17,14 +17,13 @@ from collections.abc import Sequence
 import torch
 
 from steelyard.kernels import compiled
-from steelyard.kernels.backend import instruction_set, use_compiled
+from steelyard.kernels.backend import use_compiled
 
 __all__ = [
     "accumulate",
     "accumulate_product",
     "empty_slab",
     "output_square",
-    "product_dtype",
     "slab_starts",
     "symmetric",
 ]
@@ -78,17 +77,6 @@ def accumulate_product(
     left, right = left.float(), right.float()
     for slab, start in zip(slabs, starts, strict=True):
         slab.addmm_(left[:, start : start + len(slab)].t(), right)
-
-
-def product_dtype(device: torch.device) -> torch.dtype | None:
-    """Return the type to round inputs to, so that they are multiplied at twice the speed.
-
-    None where fp32 is as fast. Rounding to bf16 changes a product by 2^-9 of it, and not always to
-    the same side. In a sum over tokens that is about 2^-18 of the variance that it has already,
-    since other texts would have other tokens.
-    """
-    on_cpu = use_compiled(torch.empty(0, device=device))
-    return torch.bfloat16 if on_cpu and instruction_set() == "avx512_bf16" else None
 
 
 def symmetric(slabs: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -54,21 +54,14 @@ class HessianSum:
     """One Hessian, and the number of tokens it sums over.
 
     drifts: whether the drift of the inputs is summed too; then `slabs` has the odd batches alone
-    dtype:  inputs are rounded to it before they are multiplied; None for their own
     """
 
     def __init__(
-        self,
-        columns: int,
-        device: torch.device,
-        first: int,
-        drifts: bool = False,
-        dtype: torch.dtype | None = None,
+        self, columns: int, device: torch.device, first: int, drifts: bool = False
     ) -> None:
         self.columns = columns
         self.device = device
         self.drifts = drifts
-        self.dtype = dtype
         starts = slab_starts(columns)
         empty = functools.partial(empty_slab, columns, device=device)
         self.slabs = [FixedOrderSum(functools.partial(empty, start), first) for start in starts]
@@ -111,16 +104,15 @@ class HessianSum:
             x = term.x.to(self.device)  # one at a time: it may be a copy
             if term.weights is not None:
                 x = x.float() * term.weights.to(self.device, torch.float32)[:, None]
-            rounded = x if self.dtype is None else x.to(self.dtype)
             sums = self._even if self.drifts and term.batch % 2 == 0 else self.slabs
-            accumulate([sums[index].partial_sum(term.partial_sum) for index in indices], rounded)
+            accumulate([sums[index].partial_sum(term.partial_sum) for index in indices], x)
             if term.original is not None:
                 # The difference of bf16 inputs is rounded to bf16: exact where they are close, and
                 # else off by at most 2^-8 of it. Subtracting sums afterwards would lose more.
-                off = (term.original.to(self.device) - x).to(rounded.dtype)
+                off = term.original.to(self.device) - x
                 drift = self._drift[term.batch % 2]
                 slabs = [drift[index].partial_sum(term.partial_sum) for index in indices]
-                accumulate_product(slabs, starts, off, rounded)
+                accumulate_product(slabs, starts, off, x)
 
     def totals(self) -> list[torch.Tensor]:
         """Return the slabs of the sum over all tokens, after the last input."""

@@ -39,7 +39,6 @@ class Hessians:
     offload: keep the Hessians on the CPU, wherever the modules are
     ranks:   the ranks of the run
     pool:    the threads that add to slabs
-    dtype:   inputs are rounded to it before they are multiplied; None for their own
     """
 
     def __init__(
@@ -48,9 +47,7 @@ class Hessians:
         offload: bool = False,
         ranks: Ranks | None = None,
         pool: ThreadPool | None = None,
-        dtype: torch.dtype | None = None,
     ) -> None:
-        self.dtype = dtype
         self.modules = dict(modules)
         self.offload = offload
         self.ranks = ranks or Ranks()
@@ -106,7 +103,7 @@ class Hessians:
             if latest is None or latest.last is not x:
                 device = torch.device("cpu") if self.offload else x.device
                 first = partial_sums_of(self.ranks.rank, self.ranks.count).start
-                latest = HessianSum(x.shape[-1], device, first, drifts, self.dtype)
+                latest = HessianSum(x.shape[-1], device, first, drifts)
             hessian = self._hessians[name] = latest
         if hessian.last is x:  # already added for a layer that shares it
             return None
