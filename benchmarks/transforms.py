@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import resource
 import sys
 import tempfile
 import time
@@ -46,6 +47,8 @@ STEPS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "SmoothQuant 0.8": [("SmoothQuantModifier", {"smoothing_strength": 0.8})],
     "AWQ": [("AWQModifier", {})],
     "auto": [("TransformModifier", {})],
+    "dynamic where needed": [],
+    "auto, dynamic where needed": [("TransformModifier", {})],
     "SpinQuant": [("SpinQuantModifier", {}), ("IMatrixGatherer", {})],
     "SpinQuant with R4": [("SpinQuantModifier", WITH_R4), ("IMatrixGatherer", {})],
     "GPTQ": [],
@@ -80,17 +83,22 @@ def row(model: str, name: str, tokens: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "q"
         clock, cpu = time.perf_counter(), time.process_time()
-        size = {"num_calibration_samples": len(loader), "max_seq_length": calibration.shape[1]}
-        oneshot(model, recipe, loader, output, **size)
+        more = {"num_calibration_samples": len(loader), "max_seq_length": calibration.shape[1]}
+        if step.endswith("dynamic where needed"):
+            more["uncalibratable"] = "dynamic"
+        result = oneshot(model, recipe, loader, output, **more)
         found: dict[str, Any] = {
             "seconds": time.perf_counter() - clock,
             "cpu_seconds": time.process_time() - cpu,
+            "peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+            "unserved": [n.partition(":")[0] for n in result.notes if "no static scale" in n],
         }
         for key, ids in texts.items():
             size = {"num_samples": 1, "max_seq_length": ids.shape[1]}
             samples = [evaluate(model, output, [{"input_ids": each}], **size) for each in ids]
-            kl, error = mean_and_error([each.kl_divergence for each in samples])
-            found[key] = {"kl": kl, "error": error}
+            each_kl = [each.kl_divergence for each in samples]
+            kl, error = mean_and_error(each_kl)
+            found[key] = {"kl": kl, "error": error, "samples": each_kl}
     return found
 
 

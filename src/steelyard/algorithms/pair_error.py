@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from steelyard.algorithms.as_stored import rounded_inputs, rounded_weights
+from steelyard.algorithms.as_stored import rounded_weights, shared_rounding
 from steelyard.algorithms.balancing import BalancingState
 from steelyard.algorithms.block import Block
 from steelyard.algorithms.pairs import Folded, Pair
@@ -48,10 +48,9 @@ def pair_error(block: Block, pair: Pair, state: BalancingState, folded: Folded) 
         squares = divided[0].square().sum(0), len(divided[0])
         weights = {name: folded.tensors[f"{name}.weight"] for name in names}
         rounded = rounded_weights(block.within, weights, dict.fromkeys(names, squares))
-        assert statistics.smallest is not None and statistics.largest is not None
-        ranges = torch.stack([statistics.smallest, statistics.largest]).float() / columns
+        roundings = shared_rounding(block.within, names, divided[0], block.unserved)
         for name in names:
-            rounding = rounded_inputs(block.within[name], divided[0], ranges)
+            rounding = roundings.get(name)
             before = block.tensor(f"{name}.weight").float()
             for i, (rows, own) in enumerate(zip(halves, divided, strict=True)):
                 x = own if rounding is None else rounding(own)
