@@ -6,7 +6,9 @@ serves it. KL divergence is that from the original model, in fp32, with inputs r
 compressed-tensors' own function.
 
     python benchmarks/activations.py quality MODEL [--text FILE] [--json FILE]
-    python benchmarks/activations.py speed [--json FILE]      # beside torch.ao's HistogramObserver
+    python benchmarks/activations.py speed [--modelopt-python PYTHON] [--json FILE]
+
+Speed is beside torch.ao's HistogramObserver, and ModelOpt's calibrators if PYTHON has them.
 """
 
 from __future__ import annotations
@@ -14,18 +16,21 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from rounding import _load, _log_probabilities, tokenize
-from whole_run import processor, versions
+from whole_run import asked, processor, versions
 
-from steelyard import Observer
+if TYPE_CHECKING:
+    from steelyard import Observer
 
 SCHEMES: dict[str, dict[str, Any]] = {
     "W8A8": {"num_bits": 8, "type": "int"},
@@ -56,6 +61,8 @@ def calibrated(
     model: Any, layers: dict[str, Any], ids: torch.Tensor, schemes: list[str], rows: list[str]
 ) -> dict[str, dict[str, Any]]:
     """Return the scale of each scheme, row and layer, of one pass over the tokens."""
+    from steelyard import Observer
+
     observers: dict[str, dict[str, Observer]] = {name: {} for name in layers}
     for each in observers.values():
         for scheme in schemes:
@@ -89,6 +96,8 @@ def calibrated(
 
 @torch.no_grad()
 def round_weights(layers: dict[str, Any], kind: dict[str, Any]) -> None:
+    from steelyard import Observer
+
     args = QuantizationArgs(strategy="channel", **kind)
     for layer in layers.values():
         weight = layer.weight.data
@@ -192,45 +201,79 @@ def _add(path: Path, model: str, sizes: Any, result: dict[str, Any]) -> None:
 # ---- speed ----
 
 
-def speed(options: argparse.Namespace) -> dict[str, Any]:
+OURS = ("token_mse", "histogram_mse", "percentile", "entropy", "static_minmax")
+
+
+def our_sides() -> dict[str, tuple[Any, Any, Any]]:
+    """Return how to build an observer, to observe, and to choose its range."""
     from torch.ao.quantization.observer import HistogramObserver
 
+    from steelyard import Observer
+
+    args = QuantizationArgs(num_bits=8, strategy="tensor")
+    build = partial(Observer.load_from_registry, base_name="input", args=args)
+    ours = {name: (partial(build, name), Observer.__call__, get_qparams) for name in OURS}
+    theirs = HistogramObserver, HistogramObserver.__call__, HistogramObserver.calculate_qparams
+    return {"torch.ao HistogramObserver": theirs, **ours}
+
+
+def get_qparams(observer: Any) -> Any:
+    return observer.get_qparams()
+
+
+def modelopt_sides() -> dict[str, tuple[Any, Any, Any]]:
+    from modelopt.torch.quantization.calib import HistogramCalibrator, MaxCalibrator
+
+    def histogram() -> Any:
+        return HistogramCalibrator(8, None, False)
+
+    sides = {"ModelOpt MaxCalibrator": (MaxCalibrator, MaxCalibrator.collect, amax)}
+    for method in ("percentile", "entropy"):
+        choose = partial(amax, method=method, **({"percentile": 99.99} if method[0] == "p" else {}))
+        sides[f"ModelOpt {method}"] = (histogram, HistogramCalibrator.collect, choose)
+    return sides
+
+
+def amax(calibrator: Any, method: str = "", **options: Any) -> Any:
+    return calibrator.compute_amax(method, **options) if method else calibrator.compute_amax()
+
+
+def measured(sides: dict[str, tuple[Any, Any, Any]], runs: int) -> list[dict[str, Any]]:
+    """Return the least times of each side, in CPU time; the sides alternate."""
     torch.set_num_threads(1)
     batches = [
         torch.randn(1, 512, 4096, generator=torch.Generator().manual_seed(i)) for i in (0, 1)
     ]
     batches[1][0, 3, 5] = 40.0  # the range grows
-    args = QuantizationArgs(num_bits=8, strategy="tensor")
-    sides = {
-        "torch.ao HistogramObserver": HistogramObserver,
-        "histogram_mse": lambda: Observer.load_from_registry(
-            "histogram_mse", base_name="input", args=args
-        ),
-        "static_minmax": lambda: Observer.load_from_registry(
-            "static_minmax", base_name="input", args=args
-        ),
-    }
     results = []
     for dtype in (torch.float32, torch.bfloat16):
         values = [each.to(dtype) for each in batches]
         least = dict.fromkeys(sides, float("inf"))
         solve = dict.fromkeys(sides, float("inf"))
-        for _ in range(options.runs):
-            for side, build in sides.items():  # alternating
+        for _ in range(runs):
+            for side, (build, observe, choose) in sides.items():
                 observer = build()
                 start = time.process_time()
                 for value in values:
-                    observer(value)
+                    observe(observer, value)
                 taken = time.process_time() - start
                 least[side] = min(least[side], taken / sum(v.numel() for v in values))
                 start = time.process_time()
-                (observer.calculate_qparams if "torch.ao" in side else observer.get_qparams)()
+                choose(observer)
                 solve[side] = min(solve[side], time.process_time() - start)
         for side in sides:
             row = {"dtype": str(dtype).removeprefix("torch."), "side": side}
             row |= {"ns": 1e9 * least[side], "solve_ms": 1e3 * solve[side]}
             results.append(row)
-            print(f"{row['dtype']:9} {side:28} {row['ns']:6.2f} ns, {row['solve_ms']:7.1f} ms")
+    return results
+
+
+def speed(options: argparse.Namespace) -> dict[str, Any]:
+    results = measured(our_sides(), options.runs)
+    if options.modelopt_python:
+        results += asked(options.modelopt_python, "modelopt", options.runs, script=__file__)["rows"]
+    for row in results:
+        print(f"{row['dtype']:9} {row['side']:28} {row['ns']:6.2f} ns, {row['solve_ms']:7.1f} ms")
     outcome = {"processor": processor(), "versions": versions("torch"), "results": results}
     if options.json:
         options.json.write_text(json.dumps(outcome, indent=1) + "\n")
@@ -238,6 +281,9 @@ def speed(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["modelopt"]:  # in its environment, without ours
+        print(json.dumps({"rows": measured(modelopt_sides(), int(sys.argv[2]))}))
+        return
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("what", choices=["quality", "speed"])
     parser.add_argument("model", type=Path, nargs="?")
@@ -247,6 +293,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="*", default=list(ROWS))
     parser.add_argument("--schemes", nargs="*", default=list(SCHEMES))
     parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--modelopt-python", help="of an environment with nvidia-modelopt")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     {"quality": quality, "speed": speed}[options.what](options)

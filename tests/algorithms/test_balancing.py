@@ -244,6 +244,23 @@ def test_what_held_out_tokens_do_not_confirm_is_not_taken(
     assert not result.changed
 
 
+def test_what_the_output_of_the_layer_does_not_confirm_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Readers that seem to gain, but a layer whose output gets worse as stored."""
+
+    def found(block: Block, pair: Pair, *_: Any) -> Any:
+        factor = torch.ones(pair.size)
+        factor[::32] = 100.0  # one column of each group
+        return factor, [0.5, 0.5]
+
+    monkeypatch.setattr("steelyard.algorithms.awq.best_factor", found)
+    source = saved(tmp_path / "m", "llama")
+    plain = QuantizationModifier(config_groups={"all": GROUPS}, ignore=["lm_head"])
+    result = run(source, tmp_path / "q", AWQModifier(), plain)
+    assert not result.changed
+
+
 def test_awq_with_a_scheme_of_its_own(tmp_path: Path) -> None:
     source = saved(tmp_path / "m", "llama")
     own = {"scheme": "W4A16", "group_size": 32, "ignore": ["lm_head"]}

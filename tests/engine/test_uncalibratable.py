@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from compressed_tensors.quantization import QuantizationScheme
 from families import assert_same_tensors, read, small_model
 from interruption import Stop, small_steps, stop_at_mark
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from steelyard import oneshot
+from steelyard.algorithms.as_stored import rounded_inputs
 from steelyard.modifiers import GPTQModifier, QuantizationModifier
 
 NAME = "model.layers.0.mlp.down_proj"
@@ -84,6 +86,25 @@ def test_named_or_dynamic(modifier: Any, folder: Path, tmp_path: Path) -> None:
     )
     assert "group_0" in config["config_groups"]
     assert distance(folder, tmp_path / "dynamic") < 0.5 * distance(folder, tmp_path / "static")
+
+
+@pytest.mark.parametrize("choice", ["note", "dynamic", "leave"])
+def test_candidates_of_a_transform_are_rounded_as_served(choice: str) -> None:
+    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
+    x[0, 0] = 3000.0
+    module: Any = torch.nn.Linear(32, 8)
+    module.quantization_scheme = QuantizationScheme(**STATIC)
+    rounding = rounded_inputs(module, x, choice)
+    if choice == "leave":
+        assert rounding is None
+        return
+    assert rounding is not None
+    step = x.abs().amax(1, keepdim=True) / 127.5
+    per_token = (x / step).round().clamp(-128, 127) * step
+    if choice == "dynamic":
+        assert_close(rounding(x), per_token)
+    else:
+        assert float((rounding(x)[1:]).abs().max()) == 0, "the huge value sets the range"
 
 
 @pytest.mark.parametrize("modifier", [QuantizationModifier, GPTQModifier])
