@@ -11,7 +11,7 @@ from steelyard.algorithms.awq import best_factor
 from steelyard.algorithms.balancing import Balancing, BalancingState
 from steelyard.algorithms.block import Block
 from steelyard.algorithms.block_error import best_of
-from steelyard.algorithms.pair_error import is_quantized
+from steelyard.algorithms.pair_error import is_measurable
 from steelyard.algorithms.pairs import Pair
 from steelyard.algorithms.smoothing import largest_weights, smoothed
 from steelyard.modifiers.auto_transform import TransformModifier
@@ -28,7 +28,7 @@ class AutoTransform(Balancing):
     modifier: TransformModifier
 
     def factor(self, block: Block, pair: Pair, state: BalancingState) -> torch.Tensor | None:
-        if not any(is_quantized(block, name) for name in pair.readers):
+        if not is_measurable(block, pair, state):
             return None
         factors = list(self._candidates(block, pair, state))
         return best_of(block, pair, state, factors, self.modifier.batches) if factors else None

@@ -18,7 +18,7 @@ from steelyard.algorithms.algorithm import Algorithm
 from steelyard.algorithms.balancing import Balancing, BalancingState
 from steelyard.algorithms.block import Block
 from steelyard.algorithms.block_error import best_of
-from steelyard.algorithms.pair_error import PairError, is_quantized, pair_error, source_error
+from steelyard.algorithms.pair_error import PairError, is_measurable, pair_error, source_error
 from steelyard.algorithms.pairs import Pair, folded
 from steelyard.modifiers.awq import AWQModifier
 from steelyard.observers.steps import args_for
@@ -36,7 +36,7 @@ class AWQ(Balancing):
     modifier: AWQModifier
 
     def factor(self, block: Block, pair: Pair, state: BalancingState) -> torch.Tensor | None:
-        if not any(is_quantized(block, name) for name in pair.readers):
+        if not is_measurable(block, pair, state):
             return None
         found = best_factor(block, pair, state, self.modifier.n_grid, self.modifier.duo_scaling)
         if found is None:

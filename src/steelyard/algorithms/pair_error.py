@@ -12,7 +12,7 @@ from steelyard.algorithms.block import Block
 from steelyard.algorithms.pairs import Folded, Pair
 from steelyard.observers.steps import args_for
 
-__all__ = ["PairError", "is_quantized", "pair_error", "source_error"]
+__all__ = ["PairError", "is_measurable", "is_quantized", "pair_error", "source_error"]
 
 _ROWWISE = ("channel", "group")  # strategies whose codes stay if a row is scaled
 
@@ -34,6 +34,22 @@ class PairError:
 def is_quantized(block: Block, name: str) -> bool:
     module = block.within[name]
     return any(args_for(module, base) is not None for base in ("weight", "input"))
+
+
+def is_measurable(block: Block, pair: Pair, state: BalancingState) -> bool:
+    """Whether rounding to nearest tells what a pair gains; if not, its readers are noted.
+
+    GPTQ makes up for the errors of columns with large inputs itself: what rounding to nearest gains
+    by a factor, it does not.
+    """
+    names = [name for name in pair.readers if is_quantized(block, name)]
+    adapted = [name in block.adapted for name in names]
+    inputs = [args_for(block.within[name], "input") is not None for name in names]
+    if names and all(adapted) and not any(inputs):
+        reason = "the modifier that rounds its weight makes up for large inputs itself"
+        state.found.unbalanced |= dict.fromkeys(names, reason)
+        return False
+    return bool(names)
 
 
 @torch.no_grad()

@@ -33,8 +33,7 @@ class Solver:
     """The algorithms of a run, and the modules that they could not solve.
 
     claims:       index in the recipe of the modifier that quantizes each module
-    uncalibrated: what to do with modules that saw no token, "error" or "weights-only", and with
-                  those that no static scale serves, "note", "dynamic" or "leave"
+    uncalibrated: the options `uncalibrated` and `uncalibratable`
     resumable:    whether a run that ends in an error can be resumed
     """
 
@@ -60,9 +59,9 @@ class Solver:
         self.unseen: list[str] = []
         self._without_drift: set[str] = set()  # reasons
         self.own_schemes: dict[str, QuantizationScheme] = {}  # in place of the recipe's
-        plan = result.plan
-        self.claims = {planned.name: planned.modifier for planned in plan.quantized}
-        self.claims |= dict.fromkeys(plan.attention, plan.attention_modifier)
+        self.claims = {planned.name: planned.modifier for planned in result.plan.quantized}
+        self.claims |= dict.fromkeys(result.plan.attention, result.plan.attention_modifier)
+        self._adapted = {n for n, i in self.claims.items() if not algorithms[i].rounds_to_nearest}
         self._quantizing = {
             index
             for index, algorithm in enumerate(self.algorithms)
@@ -126,6 +125,7 @@ class Solver:
             pool=self.pool,
             device=self.device,
             notes=self.result.notes,
+            adapted=self._adapted,
             unserved=self.uncalibratable,
             **more,
         )
