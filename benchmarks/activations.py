@@ -6,9 +6,7 @@ serves it. KL divergence is that from the original model, in fp32, with inputs r
 compressed-tensors' own function.
 
     python benchmarks/activations.py quality MODEL [--text FILE] [--json FILE]
-    python benchmarks/activations.py speed [--modelopt-python PYTHON] [--json FILE]
-
-Speed is beside torch.ao's HistogramObserver, and ModelOpt's calibrators if PYTHON has them.
+    python benchmarks/activations.py speed [--json FILE]      # beside torch.ao's HistogramObserver
 """
 
 from __future__ import annotations
@@ -16,21 +14,19 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 import tempfile
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from rounding import _load, _log_probabilities, tokenize
-from whole_run import asked, processor, versions
+from whole_run import processor, versions
 
-if TYPE_CHECKING:
-    from steelyard import Observer
+from steelyard import Observer
 
 SCHEMES: dict[str, dict[str, Any]] = {
     "W8A8": {"num_bits": 8, "type": "int"},
@@ -61,8 +57,6 @@ def calibrated(
     model: Any, layers: dict[str, Any], ids: torch.Tensor, schemes: list[str], rows: list[str]
 ) -> dict[str, dict[str, Any]]:
     """Return the scale of each scheme, row and layer, of one pass over the tokens."""
-    from steelyard import Observer
-
     observers: dict[str, dict[str, Observer]] = {name: {} for name in layers}
     for each in observers.values():
         for scheme in schemes:
@@ -96,8 +90,6 @@ def calibrated(
 
 @torch.no_grad()
 def round_weights(layers: dict[str, Any], kind: dict[str, Any]) -> None:
-    from steelyard import Observer
-
     args = QuantizationArgs(strategy="channel", **kind)
     for layer in layers.values():
         weight = layer.weight.data
@@ -208,8 +200,6 @@ def our_sides() -> dict[str, tuple[Any, Any, Any]]:
     """Return how to build an observer, to observe, and to choose its range."""
     from torch.ao.quantization.observer import HistogramObserver
 
-    from steelyard import Observer
-
     args = QuantizationArgs(num_bits=8, strategy="tensor")
     build = partial(Observer.load_from_registry, base_name="input", args=args)
     ours = {name: (partial(build, name), Observer.__call__, get_qparams) for name in OURS}
@@ -219,23 +209,6 @@ def our_sides() -> dict[str, tuple[Any, Any, Any]]:
 
 def get_qparams(observer: Any) -> Any:
     return observer.get_qparams()
-
-
-def modelopt_sides() -> dict[str, tuple[Any, Any, Any]]:
-    from modelopt.torch.quantization.calib import HistogramCalibrator, MaxCalibrator
-
-    def histogram() -> Any:
-        return HistogramCalibrator(8, None, False)
-
-    sides = {"ModelOpt MaxCalibrator": (MaxCalibrator, MaxCalibrator.collect, amax)}
-    for method in ("percentile", "entropy"):
-        choose = partial(amax, method=method, **({"percentile": 99.99} if method[0] == "p" else {}))
-        sides[f"ModelOpt {method}"] = (histogram, HistogramCalibrator.collect, choose)
-    return sides
-
-
-def amax(calibrator: Any, method: str = "", **options: Any) -> Any:
-    return calibrator.compute_amax(method, **options) if method else calibrator.compute_amax()
 
 
 def measured(sides: dict[str, tuple[Any, Any, Any]], runs: int) -> list[dict[str, Any]]:
@@ -270,8 +243,6 @@ def measured(sides: dict[str, tuple[Any, Any, Any]], runs: int) -> list[dict[str
 
 def speed(options: argparse.Namespace) -> dict[str, Any]:
     results = measured(our_sides(), options.runs)
-    if options.modelopt_python:
-        results += asked(options.modelopt_python, "modelopt", options.runs, script=__file__)["rows"]
     for row in results:
         print(f"{row['dtype']:9} {row['side']:28} {row['ns']:6.2f} ns, {row['solve_ms']:7.1f} ms")
     outcome = {"processor": processor(), "versions": versions("torch"), "results": results}
@@ -281,9 +252,6 @@ def speed(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["modelopt"]:  # in its environment, without ours
-        print(json.dumps({"rows": measured(modelopt_sides(), int(sys.argv[2]))}))
-        return
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("what", choices=["quality", "speed"])
     parser.add_argument("model", type=Path, nargs="?")
@@ -293,7 +261,6 @@ def main() -> None:
     parser.add_argument("--rows", nargs="*", default=list(ROWS))
     parser.add_argument("--schemes", nargs="*", default=list(SCHEMES))
     parser.add_argument("--runs", type=int, default=7)
-    parser.add_argument("--modelopt-python", help="of an environment with nvidia-modelopt")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     {"quality": quality, "speed": speed}[options.what](options)

@@ -167,19 +167,7 @@ def schemes_for(config) -> dict[str, dict]:
     found["FP8_DYNAMIC"] = {"scheme": "FP8_DYNAMIC"}
     token = {"num_bits": 8, "strategy": "token", "dynamic": True}
     found[f"W4A8 group {groups[0]}, dynamic"] = linear(token, **grouped(groups[0]))
-    found["W8A8, dynamic, after SmoothQuant"] = {"scheme": "W8A8"}
-    found["W8A8, static, after auto"] = linear({"num_bits": 8, "strategy": "tensor"}, **byte)
-    found[f"W4A16 group {groups[0]}, after AWQ"] = linear(**grouped(groups[0]))
     return found
-
-
-def transform_before(name: str) -> list:
-    """Return the transform that the name of a row asks for."""
-    from steelyard.modifiers import AWQModifier, SmoothQuantModifier, TransformModifier
-
-    kinds = {"SmoothQuant": SmoothQuantModifier, "auto": TransformModifier, "AWQ": AWQModifier}
-    kind = kinds.get(name.rpartition(", after ")[2])
-    return [] if kind is None else [kind()]
 
 
 def tokens_for(model: Path, text: Path | None):
@@ -341,12 +329,9 @@ def run(options: argparse.Namespace, scratch: Path) -> dict:
     config = AutoConfig.from_pretrained(options.model)
     calibration, tokens = tokens_for(options.model, options.text)
     folders = {DENSE: options.model.resolve()}
-    schemes = schemes_for(config)
-    for name, scheme in schemes.items():
-        if name not in (options.schemes or schemes):
-            continue
+    for name, scheme in schemes_for(config).items():
         print(f"quantizing: {name}", file=sys.stderr)
-        recipe = [*transform_before(name), QuantizationModifier(ignore=["lm_head"], **scheme)]
+        recipe = QuantizationModifier(ignore=["lm_head"], **scheme)
         data = calibration if load_recipe(recipe).needs_data else None
         folder = scratch / f"{len(folders):02}"
         oneshot(options.model, recipe, data, folder, show_progress=False)
@@ -412,7 +397,6 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="else the model writes text of its own")
     # vLLM's static int8 kernel is a thousand times slower in float16
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
-    parser.add_argument("--schemes", nargs="*", help="rows to measure; the others of FILE stay")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -420,12 +404,6 @@ def main() -> None:
         outcome = run(options, Path(folder))
     print_table(outcome)
     if options.json:
-        if options.schemes and options.json.exists():
-            new = {r["scheme"] for r in outcome["results"]}
-            before = json.loads(options.json.read_text())["results"]
-            kept = [r for r in before if r["scheme"] not in new or r["scheme"] == DENSE]
-            rest = [r for r in outcome["results"] if r["scheme"] != DENSE]
-            outcome["results"] = kept + rest
         options.json.write_text(json.dumps(outcome, indent=1) + "\n")
 
 

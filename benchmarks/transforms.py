@@ -134,7 +134,7 @@ def peer(model: str, name: str, tokens: str, output: str) -> dict[str, Any]:
             GPTQModifier(**last),
         ],
         "SpinQuant": lambda: [
-            SpinQuantModifier(rotations=["R1", "R2"], transform_type="hadamard"),
+            SpinQuantModifier(rotations=["R1", "R2"], transform_type="random-hadamard"),
             QuantizationModifier(**last),
         ],
     }
