@@ -12,7 +12,8 @@ from families import small_model
 
 from steelyard import oneshot
 from steelyard.checkpoint import CheckpointView
-from steelyard.engine.weight_comparison import by_depth, compare, layer_of, snr
+from steelyard.engine.compared_weights import by_depth, layer_of, snr
+from steelyard.engine.weight_comparison import compare
 from steelyard.errors import OptionError, PlanError
 from steelyard.modifiers import QuantizationModifier
 
