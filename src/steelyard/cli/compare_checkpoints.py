@@ -22,7 +22,7 @@ def print_checkpoints(found: CheckpointComparison) -> None:
     columns += [
         Column("KL", True),
         Column("+-", True),
-        Column("more", True),
+        Column("behind", True),
         Column("KL p99", True),
     ]
     columns += [Column("perplexity", True), Column("top-1", True), Column("verdict")]

@@ -6,15 +6,15 @@ function checkpoints(rows) {
     n === null ? NONE : `${sign && n >= 0 ? "+" : ""}${(100 * n).toFixed(1)} %`;
   const titles = [
     "Checkpoint",
+    "Verdict",
     "Scheme",
     "Size",
     "Bits",
     "KL divergence",
-    "More than the closest",
-    "KL, 99th percentile",
+    "Behind",
+    "KL, p99",
     "Perplexity",
-    "Same next token",
-    "Verdict",
+    "Same token",
   ];
   const behind = (row, i) => {
     if (i === 0) return "closest";
@@ -30,6 +30,7 @@ function checkpoints(rows) {
         el("span", { class: "mark", "data-mark": letter(i) }),
         row.link ? el("a", { href: `./${row.link}` }, row.name) : row.name,
       ),
+      el("td", { class: `word ${tone[row.verdict] ?? ""}` }, row.verdict),
       el("td", { class: "word" }, row.schemes),
       el("td", {}, bytes(row.bytes)),
       el("td", {}, row.bits_per_weight === null ? NONE : row.bits_per_weight.toFixed(2)),
@@ -37,13 +38,14 @@ function checkpoints(rows) {
         "td",
         {},
         small(row.kl_divergence),
-        row.kl_error === null ? "" : el("span", { class: "hint" }, ` ± ${small(row.kl_error)}`),
+        row.kl_error === null
+          ? ""
+          : el("span", { class: "hint" }, ` ± ${Number(row.kl_error.toPrecision(2))}`),
       ),
       el("td", {}, behind(row, i)),
       el("td", {}, small(row.kl_p99)),
       el("td", {}, percent(row.perplexity_change, true)),
       el("td", {}, percent(row.top1_agreement)),
-      el("td", { class: `word ${tone[row.verdict] ?? ""}` }, row.verdict),
     );
   section(
     "checkpoints",
@@ -70,7 +72,9 @@ function checkpoints(rows) {
           el(
             "tr",
             {},
-            titles.map((title) => el("th", { scope: "col" }, title)),
+            titles.map((title, i) =>
+              el("th", { scope: "col", class: i === 1 || i === 2 ? "word" : null }, title),
+            ),
           ),
         ),
         el("tbody", {}, rows.map(line)),
