@@ -184,7 +184,7 @@ def test_evaluate_in_the_same_command(
     one, two = (read_report(tmp_path / name) for name in ("one", "two"))
     assert one.verdict is not None and one.verdict == two.verdict
     assert one.blocks == two.blocks and one.better_recipe == two.better_recipe
-    assert validate_checkpoint(tmp_path / "one").problems == []
+    assert validate_checkpoint(tmp_path / "one") == []
     output = tmp_path / "json"
     found = steelyard("quantize", model, "-o", output, *arguments, "--json").document
     assert found["evaluation"]["verdict"]["word"] == one.verdict.word
@@ -233,7 +233,7 @@ def test_interrupted_evaluation_leaves_the_checkpoint(
     arguments = ["--scheme", "W8A8", "--evaluate", workplace / "held-out.txt"]
     answer = steelyard("quantize", model, "-o", tmp_path / "q", *arguments)
     assert answer.code == 130 and "is complete" in answer.err
-    assert validate_checkpoint(tmp_path / "q").problems == []
+    assert validate_checkpoint(tmp_path / "q") == []
 
 
 def test_interrupted_run_is_taken_up_again(

@@ -100,13 +100,16 @@ def test_with_data_columns_are_weighted_as_in_a_run(model: Path, tmp_path: Path)
     assert case.errors == pytest.approx(found, rel=0.02)  # inputs of the run are in bf16
 
 
-def test_modules_without_inputs_are_listed(experts: Path) -> None:
-    found = compare(experts, ["FP8_DYNAMIC"], ["memoryless_minmax"], data=samples(seed=7))
-    assert "model.layers.0.mlp.experts.3.up_proj" in found.unseen
-    assert found.cases[0].errors and not set(found.unseen) & set(found.cases[0].errors)
-    only = {"keep": lambda name: "experts" in name}
-    with pytest.raises(PlanError, match="without data"):
-        compare(experts, ["FP8_DYNAMIC"], ["memoryless_minmax"], data=samples(seed=7), **only)
+def test_experts_that_no_token_reaches_are_listed(experts: Path) -> None:
+    observers = ["memoryless_minmax"]
+    few = compare(experts, ["NVFP4A16"], observers, data=[[5, 6, 7]])
+    many = compare(experts, ["NVFP4A16"], observers, data=samples(seed=7))
+    assert many.unseen == [] and "model.layers.0.mlp.experts.3.up_proj" in many.energies
+    assert few.unseen and all(".experts." in name for name in few.unseen)
+    assert set(few.unseen) | set(few.energies) == set(many.energies)
+    assert set(few.cases[0].errors) == set(few.energies), "no weight errors among those of outputs"
+    with pytest.raises(PlanError, match="no token of the data reaches"):
+        compare(experts, ["W8A8"], observers, data=[[5, 6, 7]], keep=lambda n: n in few.unseen)
 
 
 def test_the_head_has_inputs_too(model: Path) -> None:

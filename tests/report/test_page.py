@@ -388,6 +388,19 @@ def test_comparison_draws_what_the_model_lost_where_it_is_known(
     assert paths == [600, 600], "over the layer that is not known"
 
 
+def test_comparison_has_a_chart_where_sizes_and_losses_are_known(show: Callable[..., Page]) -> None:
+    made = [
+        ComparisonRow(scheme=scheme, bytes=size, evaluation={"kl_divergence": kl})
+        for scheme, size, kl in (("W4A16", 10**7, 0.1), ("W8A16", 2 * 10**7, 0.01))
+    ]
+    page = show(Report(comparison=made))
+    dots = page.locator("#comparison .dot")
+    assert dots.all_inner_texts() == ["A", "B"]
+    assert dots.first.get_attribute("aria-label") == "W4A16: 10.0 MB, KL divergence 0.1"
+    marks = page.locator("#comparison .mark").evaluate_all("all => all.map(e => e.dataset.mark)")
+    assert marks == ["A", "B"]
+
+
 def test_evaluation(show: Callable[..., Page]) -> None:
     found = {"base_perplexity": 8.0, "perplexity": 8.2, "top1_agreement": 0.95, "speed": 3.25}
     found |= {"kl_divergence": 0.002, "kl_p99": 0.01, "kl_max": 0.5}

@@ -114,8 +114,8 @@ def _about(comparison: Comparison) -> list[str]:
     found = [f"errors of outputs, on {comparison.data}"]
     if comparison.unseen:
         found.append(
-            f"not compared: {count(len(comparison.unseen), 'module')} whose inputs are not seen, "
-            f"such as {comparison.unseen[0]}"
+            f"not compared: {count(len(comparison.unseen), 'module')} that no token reaches, such "
+            f"as {comparison.unseen[0]}"
         )
     return found
 

@@ -40,7 +40,7 @@ class Comparison:
 
     energies: module -> sum of squares of its weight, or with data of its output
     data:     what the outputs were computed on; None where errors are those of weights
-    unseen:   modules without an input, such as experts that the model class stacks: not compared
+    unseen:   modules that no token of the data reaches, such as experts: not compared
     """
 
     folder: Path

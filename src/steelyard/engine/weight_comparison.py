@@ -114,10 +114,15 @@ def compare(
         for group, moments in _steps(groups, inputs, source, wanted, comparison.unseen, advance):
             weights = {name: placement.bring(view.read(name)) for name in group}
             for name, weight in weights.items():
-                if (module := name.removesuffix(".weight")) in wanted:
-                    moment = moments.get(module)
-                    energy = _energy(weight) if moment is None else moment.energy(weight)
-                    comparison.energies[module] = energy
+                module = _module(name)
+                if module not in wanted:
+                    continue
+                if inputs is None:
+                    comparison.energies[module] = _energy(weight)
+                elif module in moments:
+                    comparison.energies[module] = moments[module].energy(weight)
+                else:
+                    comparison.unseen.append(module)
             for case, jobs in tasks:
                 started = time.perf_counter()
                 for job in {jobs[n].names: jobs[n] for n in group if n in jobs}.values():
@@ -126,8 +131,8 @@ def compare(
             advance(sum(view.info(name).nbytes for name in group))
     if not comparison.energies:
         raise PlanError(
-            f"the inputs of {comparison.unseen[0]} and the others are not seen, since the model "
-            "class stacks their weights: compare them without data"
+            f"no token of the data reaches {comparison.unseen[0]} and the others: pass more data, "
+            "or compare them without"
         )
     return comparison
 
@@ -148,6 +153,8 @@ def _run(
     for planned, weight, (stored, result) in zip(job.modules, weights, found, strict=True):
         if planned.name not in wanted or result.error is None:
             continue
+        if moments and planned.name not in moments:
+            continue
         case.errors[planned.name] = result.error
         if (moment := moments.get(planned.name)) is not None:
             rounded = stored_as(planned.scheme).decode(stored, planned.scheme)
@@ -166,7 +173,7 @@ def _steps(
 ) -> Iterator[tuple[tuple[str, ...], Mapping[str, InputMoment]]]:
     """Yield the groups of weights, and with data the moments of their inputs.
 
-    unseen: filled with the modules of groups that lack an input
+    unseen: filled with the modules of groups that no token reaches
     """
     if inputs is None:
         yield from ((group, {}) for group in groups)
