@@ -45,17 +45,17 @@ function sizeChart(points) {
     const at = (scaled(n) - scaled(ys[0])) / (scaled(ys.at(-1)) - scaled(ys[0]));
     return 1 - Math.min(Math.max(at, 0), 1);
   };
-  const place = (node, left, top) => {
-    if (left !== null) node.style.left = `${(100 * left).toFixed(2)}%`;
-    if (top !== null) node.style.top = `${(100 * top).toFixed(2)}%`;
+  const moved = (node, across, down) => {
+    if (across !== null) node.style.left = `${(100 * across).toFixed(2)}%`;
+    if (down !== null) node.style.top = `${(100 * down).toFixed(2)}%`;
     return node;
   };
   const spread = (p) => {
     const least = logarithmic ? ys[0] : 0;
     return [p.loss + 2 * p.error, Math.max(p.loss - 2 * p.error, least)].map(y);
   };
-  const front = [...drawn]
-    .sort((a, b) => a.bytes - b.bytes || a.loss - b.loss)
+  const front = drawn
+    .toSorted((a, b) => a.bytes - b.bytes || a.loss - b.loss)
     .filter((p, i, all) => all.slice(0, i).every((other) => other.loss > p.loss));
   const at = (p) => `${(600 * x(p.bytes)).toFixed(1)} ${(200 * y(p.loss)).toFixed(1)}`;
   const dot = (p) => {
@@ -72,7 +72,7 @@ function sizeChart(points) {
       },
       p.mark,
     );
-    return place(node, x(p.bytes), y(p.loss));
+    return moved(node, x(p.bytes), y(p.loss));
   };
   return el(
     "figure",
@@ -81,7 +81,7 @@ function sizeChart(points) {
     el(
       "div",
       { class: "field" },
-      ys.map((n) => place(el("span", { class: "tick" }, small(n)), null, y(n))),
+      ys.map((n) => moved(el("span", { class: "tick" }, small(n)), null, y(n))),
       svg(
         "svg",
         { viewBox: "0 0 600 200", preserveAspectRatio: "none", "aria-hidden": "true" },
@@ -108,7 +108,7 @@ function sizeChart(points) {
     el(
       "div",
       { class: "axis across" },
-      xs.map((n) => place(el("span", {}, bytes(n)), x(n), null)),
+      xs.map((n) => moved(el("span", {}, bytes(n)), x(n), null)),
     ),
     el(
       "figcaption",
