@@ -172,6 +172,7 @@ def compare(
         from steelyard.evaluate.checkpoint_comparison import compare_checkpoints
 
         limits = Limits.parse(limit or [])
+        reading["show_progress"] = is_first()  # lines in a log, too
         compared = compare_checkpoints(base, models, data, limits=limits, **reading)
         _finish(
             compared,
