@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from steelyard.atomic_file import FileKind
-from steelyard.cli import options
+from steelyard.cli import options, placing
 from steelyard.cli.grouping import joined_lines, matching
 from steelyard.cli.known import completing, one_of
 from steelyard.cli.rank_streams import is_first
@@ -68,7 +68,7 @@ def compare(
             show_default=False,
         ),
     ] = None,
-    device: options.Device = "auto",
+    device: placing.Device = "auto",
     plugins: options.Plugins = None,
     json: options.Json = False,
 ) -> None:

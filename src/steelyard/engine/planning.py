@@ -17,16 +17,18 @@ from steelyard.engine.run_options import Options
 from steelyard.engine.stages import CONCURRENT_BYTES
 from steelyard.engine.stream_jobs import budget_of, jobs_of
 from steelyard.errors import PipelineError
+from steelyard.model.activations import room_for
 from steelyard.model.class_loading import ONLY_TRANSFORMERS
 from steelyard.model.completeness import missing_parts, random_parameters
 from steelyard.model.placement import holding_budget
 from steelyard.model.precision import forward_dtype
 from steelyard.model.source import Source
+from steelyard.plan.device_memory import device_bytes
 from steelyard.plan.plan import Left, Plan, make_plan
 from steelyard.plan.planned_files import planned_loading
 from steelyard.plan.runnable import Route, route_of
 from steelyard.recipes import Recipe
-from steelyard.words import count
+from steelyard.words import count, size
 
 __all__ = ["plan_run", "streams", "unused_device"]
 
@@ -113,7 +115,27 @@ def plan_run(
     plan.hidden = getattr(text, "hidden_size", 0)
     if with_data:
         _add_costs(plan, options, algorithms, source.placement.device, propagate)
+        _add_places(plan, options, algorithms, source)
     return plan
+
+
+def _add_places(
+    plan: Plan, options: Options, algorithms: Sequence[Algorithm], source: Source
+) -> None:
+    """State where hidden states live, and what the run takes of the device's memory."""
+    placement, asked = source.placement, options.activations
+    plan.room = room_for(asked, placement.device)
+    twice = any(a.needs.originals or a.needs.original_inputs for a in algorithms)
+    itemsize = (plan.forward.dtype or source.dtype).itemsize
+    plan.hidden_bytes = plan.tokens * plan.hidden * itemsize * (2 if twice else 1)
+    if plan.whole:
+        return
+    if not placement.is_host or asked != "auto" or plan.hidden_bytes > plan.room.host:
+        plan.placing.append(plan.room.text(plan.hidden_bytes, placement.device))
+    if not placement.is_host:
+        at_once = options.batch_size * options.sequence_length
+        plan.device_memory = device_bytes(plan, source.model, at_once)
+        plan.placing.append(f"at most {size(plan.device_memory)} on {placement.device}")
 
 
 def _add_costs(

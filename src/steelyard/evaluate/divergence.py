@@ -19,10 +19,11 @@ from steelyard.evaluate.comparable import check_pair, check_tokenizers
 from steelyard.evaluate.evaluation import Evaluation, EvaluationInterrupted
 from steelyard.evaluate.metrics import Scores, score, summarize
 from steelyard.evaluate.scored_tokens import check_scorable, placeholder_ids, scored_targets
+from steelyard.model.activations import HiddenStates, room_for
 from steelyard.model.blocks import Batch
 from steelyard.model.cost import Costs, estimate_seconds
 from steelyard.model.inputs import check_inputs
-from steelyard.model.layerwise import DTYPE, HiddenStates, LayerwiseModel, default_memory
+from steelyard.model.layerwise import DTYPE, LayerwiseModel, default_memory
 from steelyard.model.opening import open_model
 from steelyard.model.placement import placement_of
 from steelyard.words import duration
@@ -82,8 +83,9 @@ def evaluate(
     processor: the base model's by default; used for rows with images, videos or audio
     device:    auto, cpu, or an accelerator such as cuda, cuda:1 or xpu; auto takes torch's current
                accelerator, if there is one
-    memory:    bytes of hidden states to hold in memory, a quarter of the machine's by default; if
-               those of both models need more, all go to temporary files.
+    memory:    bytes of hidden states to hold in host memory, a quarter of the machine's by default;
+               an accelerator holds as many as fit into a quarter of its free memory besides. If
+               those of both models need more, the others go to temporary files.
                They need 8 bytes x tokens x hidden size, and the outputs of towers.
     trust_remote_code_model: run code that ships with a model or its tokenizer
     then:      called with the models, the samples and the scores, if all tokens were scored
@@ -156,7 +158,7 @@ def evaluate(
         return Evaluation(str(base), str(quantized), scored, seconds=seconds, notes=notes, **found)
 
     with (
-        HiddenStates(nbytes, limit) as held,
+        HiddenStates(replace(room_for("auto", placement.device), host=limit), nbytes) as held,
         progress("evaluating", total, show_progress, unit="work") as advance,
     ):
         ends = [

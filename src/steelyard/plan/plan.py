@@ -20,6 +20,7 @@ from steelyard.errors import PlanError
 from steelyard.foreign import printable
 from steelyard.formats import TensorSpec, expected_tensors, format_of
 from steelyard.formats.served_rotation import ServedRotation
+from steelyard.model.activations import Room
 from steelyard.model.attention import attention_group, cached_attention
 from steelyard.model.matching import is_named, is_router
 from steelyard.model.precision import Forward
@@ -101,6 +102,10 @@ class Plan:
     served: list[ServedRotation] = field(default_factory=list)  # rotations at run time
     route: str = ""  # how calibration data runs through the model, if there is any
     forward: Forward = field(default_factory=Forward)  # the type that batches are computed in
+    room: Room = field(default_factory=Room)  # for hidden states
+    hidden_bytes: int = 0  # of the hidden states of all samples, at most
+    device_memory: int = 0  # bytes, estimated at most; 0 on a CPU
+    placing: list[str] = field(default_factory=list)  # what is on the device, as sentences
 
     @property
     def output_bytes(self) -> int:
@@ -129,7 +134,8 @@ class Plan:
         outside = sum(left.nbytes for left in self.left) + self.small_bytes
         most = inside * max(self.layers, 1) + outside if self.whole else max(inside, outside)
         weights = most * (3 if self.tokens else 1)
-        return weights + 4 * self.tokens * self.hidden + self.state_bytes + self.waiting
+        states = min(4 * self.tokens * self.hidden, self.room.host)
+        return weights + states + self.state_bytes + self.waiting
 
     def require(self) -> None:
         """Raise if the plan has errors."""
@@ -156,7 +162,7 @@ class Plan:
             shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
             lines.append(f"not quantized: {shown} ({reason})")
         if self.route:
-            lines += [self.route, *filter(None, [self.forward.reason])]
+            lines += [self.route, *filter(None, [self.forward.reason]), *self.placing]
         if not self.errors:  # else the size is unknown
             lines.append(
                 f"{size(self.source_bytes)} -> {size(self.output_bytes)}; about "
