@@ -26,6 +26,25 @@ def test_a_run_writes_the_bytes_of_the_cpu(tmp_path: Path, family: str, recipe: 
     on_toy(tmp_path, toy_runs.same_bytes, tmp_path, family, recipe)
 
 
+@pytest.mark.parametrize("recipe", ["static", "gptq"])
+def test_hidden_states_have_the_same_bits_in_each_place(tmp_path: Path, recipe: str) -> None:
+    """GPTQ keeps those of the unquantized model beside them."""
+    disk, device, host, files = on_toy(tmp_path, toy_runs.same_in_each_place, tmp_path, recipe)
+    assert disk[1].endswith("in files of TMPDIR") and files[1].endswith("in files of TMPDIR")
+    assert device[1].endswith("on toy:0") and host[1].endswith("in host memory")
+    assert device[0] < host[0] == files[0]  # hidden states that left the device
+
+
+def test_a_resumed_run_may_keep_hidden_states_elsewhere(tmp_path: Path) -> None:
+    on_toy(tmp_path, toy_runs.resumed, tmp_path)
+
+
+@pytest.mark.parametrize(("family", "recipe"), RUNS, ids=lambda value: value)
+def test_a_run_holds_no_more_than_its_plan_says(tmp_path: Path, family: str, recipe: str) -> None:
+    held, said = on_toy(tmp_path, toy_runs.held_and_said, tmp_path, family, recipe)
+    assert held <= said <= 4 * held
+
+
 def test_each_weight_goes_to_the_device_once_and_ahead(tmp_path: Path) -> None:
     """The model has four shapes of weights in two layers, and an embedding; its head is not run."""
     transfers = on_toy(tmp_path, toy_runs.same_bytes, tmp_path, "llama", "static")

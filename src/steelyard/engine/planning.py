@@ -115,14 +115,19 @@ def plan_run(
     plan.hidden = getattr(text, "hidden_size", 0)
     if with_data:
         _add_costs(plan, options, algorithms, source.placement.device, propagate)
-        _add_places(plan, options, algorithms, source)
+        _add_hidden_states(plan, options, algorithms, source)
+    if not source.placement.is_host and not streams(options, recipe, algorithms):
+        at_once = options.batch_size * options.sequence_length if with_data else 0
+        device = source.placement.device
+        plan.device_memory = device_bytes(plan, source.model, device, at_once)
+        plan.placing.append(f"at most about {size(plan.device_memory)} of memory on {device}")
     return plan
 
 
-def _add_places(
+def _add_hidden_states(
     plan: Plan, options: Options, algorithms: Sequence[Algorithm], source: Source
 ) -> None:
-    """State where hidden states live, and what the run takes of the device's memory."""
+    """State where hidden states live between two layers."""
     placement, asked = source.placement, options.activations
     plan.room = room_for(asked, placement.device)
     twice = any(a.needs.originals or a.needs.original_inputs for a in algorithms)
@@ -132,10 +137,6 @@ def _add_places(
         return
     if not placement.is_host or asked != "auto" or plan.hidden_bytes > plan.room.host:
         plan.placing.append(plan.room.text(plan.hidden_bytes, placement.device))
-    if not placement.is_host:
-        at_once = options.batch_size * options.sequence_length
-        plan.device_memory = device_bytes(plan, source.model, at_once)
-        plan.placing.append(f"at most {size(plan.device_memory)} on {placement.device}")
 
 
 def _add_costs(

@@ -162,7 +162,8 @@ class Plan:
             shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
             lines.append(f"not quantized: {shown} ({reason})")
         if self.route:
-            lines += [self.route, *filter(None, [self.forward.reason]), *self.placing]
+            lines += [self.route, *filter(None, [self.forward.reason])]
+        lines += self.placing
         if not self.errors:  # else the size is unknown
             lines.append(
                 f"{size(self.source_bytes)} -> {size(self.output_bytes)}; about "
