@@ -79,9 +79,21 @@ def test_a_batch_that_does_not_fit_is_halved(tmp_path: Path) -> None:
     assert "use max_seq_length=48, or device='cpu'" in error
 
 
-def test_a_stream_says_that_it_runs_on_the_cpu(tmp_path: Path) -> None:
-    notes = on_toy(tmp_path, toy_runs.notes_of_a_stream, tmp_path)
-    assert any(note.startswith("device='toy' has no effect") for note in notes), notes
+@pytest.mark.parametrize("faster", [True, False])
+def test_a_stream_goes_through_the_device_where_that_is_faster(
+    tmp_path: Path, faster: bool
+) -> None:
+    notes, used = on_toy(tmp_path, toy_runs.stream, tmp_path, faster)
+    where = "go through toy:0" if faster else "are quantized on the CPU"
+    assert f"weights {where}: {1 if faster else 3} ns per weight there with its transfer, 4" in (
+        " ".join(notes)
+    )
+    assert used == faster
+
+
+def test_both_ways_of_a_stream_are_measured(tmp_path: Path) -> None:
+    here, there, transfers = on_toy(tmp_path, toy_runs.measured_rates, tmp_path)
+    assert here > 0 and there > 0 and transfers
 
 
 def test_choices_of_a_device(tmp_path: Path) -> None:

@@ -81,13 +81,32 @@ def assert_nothing_left() -> None:
     assert MEMORY[0].used <= 64, MEMORY[0].blocks
 
 
-def notes_of_a_stream(folder: Path) -> list[str]:
-    """Return the notes of a run that needs no data, with a device that it does not use."""
+def stream(folder: Path, faster: bool) -> tuple[list[str], bool]:
+    """Run without data, with rates that favour one side; return the notes, and the side."""
+    from steelyard.engine import stream_device
+
     model = model_folder(folder / "model")
+    run(model, "dynamic", folder / "cpu", device="cpu")
+    rates = {True: 1e-9 if faster else 3e-9, False: 4e-9}
+    stream_device.measured = lambda planned, placement: rates[not placement.is_host]
     MEMORY[0].reset()
     found = run(model, "dynamic", folder / "toy", device="toy")
-    assert not MEMORY[0].transfers
-    return list(found.notes)
+    assert_nothing_left()
+    assert_same_tensors(folder / "cpu", folder / "toy")
+    return list(found.notes), bool(MEMORY[0].transfers)
+
+
+def measured_rates(folder: Path) -> tuple[float, float, int]:
+    """Return the seconds per weight on both sides, and the transfers of the second."""
+    from steelyard.engine.stream_device import measured
+    from steelyard.model.placement import Placement
+
+    found = run(model_folder(folder / "model"), "dynamic", folder / "cpu", device="cpu")
+    planned = found.plan.quantized[0]
+    here = measured(planned, Placement())
+    MEMORY[0].reset()
+    there = measured(planned, Placement(torch.device("toy", 0)))
+    return here, there, len(MEMORY[0].transfers)
 
 
 def without_room(folder: Path) -> list[Transfer]:

@@ -11,10 +11,11 @@ from compressed_tensors.quantization import QuantizationConfig
 from torch.nn import Module
 
 from steelyard.algorithms import Algorithm, needs_data
-from steelyard.distributed import ThreadPool
+from steelyard.distributed import Ranks, ThreadPool
 from steelyard.engine.prepared_options import target_problems, untie_heads
 from steelyard.engine.run_options import Options
 from steelyard.engine.stages import CONCURRENT_BYTES
+from steelyard.engine.stream_device import choose_device
 from steelyard.engine.stream_jobs import budget_of, jobs_of
 from steelyard.errors import PipelineError
 from steelyard.model.activations import room_for
@@ -30,7 +31,7 @@ from steelyard.plan.runnable import Route, route_of
 from steelyard.recipes import Recipe
 from steelyard.words import count, size
 
-__all__ = ["plan_run", "streams", "unused_device"]
+__all__ = ["plan_run", "streams"]
 
 
 def streams(options: Options, recipe: Recipe, algorithms: Sequence[Algorithm]) -> bool:
@@ -43,16 +44,6 @@ def streams(options: Options, recipe: Recipe, algorithms: Sequence[Algorithm]) -
         return False
     configs = [modifier.quantization_config() for modifier in recipe.modifiers]
     return not any(_names_classes(config) for config in configs if config is not None)
-
-
-def unused_device(options: Options, unused: bool) -> list[str]:
-    """Return a note on an accelerator that was asked for and is not used."""
-    if not unused or options.device == "auto":
-        return []
-    return [
-        f"device={str(options.device)!r} has no effect: without calibration data, weights are "
-        "quantized file by file, on the CPU"
-    ]
 
 
 def _names_classes(config: QuantizationConfig) -> bool:
@@ -81,6 +72,8 @@ def plan_run(
     files = source.shards
     if files is not None and streams(options, recipe, algorithms):
         plan.budget = budget_of(files, jobs_of(files, plan))
+        plan.through = Ranks.current().broadcast(choose_device(plan, source.placement))
+        plan.placing += filter(None, [plan.through.reason])
     compares = any(algorithm.needs.blocks for algorithm in algorithms)
     plan.forward = forward_dtype(source.dtype, source.placement.device, compares)
     with_data = needs_data(algorithms) and options.statistics is None

@@ -182,7 +182,7 @@ def speed(stored: torch.dtype) -> float:
     Measured once, in some ten milliseconds; the best of several tries, which other processes
     disturb least.
     """
-    seconds = {}
+    seconds: dict[torch.dtype, float] = {}
     for dtype in (stored, torch.float32) * 6:  # in turns, so that both have the same neighbours
         x, weight = torch.ones(_ROWS, _WIDTH, dtype=dtype), torch.ones(_WIDTH, _WIDTH, dtype=dtype)
         started = time.perf_counter()
