@@ -39,6 +39,7 @@ def oneshot(
     shuffle_calibration_samples: bool = True,
     seed: int = 0,
     device: Any = "auto",
+    activations: str = "auto",
     pipeline: str | None = "auto",
     propagate_error: bool | None = None,
     uncalibrated: str = "error",

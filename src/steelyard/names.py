@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 __all__ = [
+    "ACTIVATIONS",
     "ACTIVATION_OBSERVER",
     "WEIGHT_OBSERVER",
     "default_observer",
@@ -29,6 +30,9 @@ WEIGHT_OBSERVER = "optimal"
 
 ACTIVATION_OBSERVER = "token_mse"
 """Observer for static activations and the KV cache unless the user names one."""
+
+ACTIVATIONS = ("auto", "device", "host", "disk")
+"""Where hidden states are kept between two layers."""
 
 _GLOBAL_SCALE_OBSERVER = "minmax"
 """Observer for activations with a scale per group, of which only a global scale is static."""

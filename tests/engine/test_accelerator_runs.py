@@ -26,6 +26,25 @@ def test_a_run_writes_the_bytes_of_the_cpu(tmp_path: Path, family: str, recipe: 
     on_toy(tmp_path, toy_runs.same_bytes, tmp_path, family, recipe)
 
 
+@pytest.mark.parametrize("recipe", ["static", "gptq"])
+def test_hidden_states_have_the_same_bits_in_each_place(tmp_path: Path, recipe: str) -> None:
+    """GPTQ keeps those of the unquantized model beside them."""
+    disk, device, host, files = on_toy(tmp_path, toy_runs.same_in_each_place, tmp_path, recipe)
+    assert disk[1].endswith("in files of TMPDIR") and files[1].endswith("in files of TMPDIR")
+    assert device[1].endswith("on toy:0") and host[1].endswith("in host memory")
+    assert device[0] < host[0] == files[0]  # hidden states that left the device
+
+
+def test_a_resumed_run_may_keep_hidden_states_elsewhere(tmp_path: Path) -> None:
+    on_toy(tmp_path, toy_runs.resumed, tmp_path)
+
+
+@pytest.mark.parametrize(("family", "recipe"), RUNS, ids=lambda value: value)
+def test_a_run_holds_no_more_than_its_plan_says(tmp_path: Path, family: str, recipe: str) -> None:
+    held, said = on_toy(tmp_path, toy_runs.held_and_said, tmp_path, family, recipe)
+    assert held <= said <= 4 * held
+
+
 def test_each_weight_goes_to_the_device_once_and_ahead(tmp_path: Path) -> None:
     """The model has four shapes of weights in two layers, and an embedding; its head is not run."""
     transfers = on_toy(tmp_path, toy_runs.same_bytes, tmp_path, "llama", "static")
@@ -60,9 +79,21 @@ def test_a_batch_that_does_not_fit_is_halved(tmp_path: Path) -> None:
     assert "use max_seq_length=48, or device='cpu'" in error
 
 
-def test_a_stream_says_that_it_runs_on_the_cpu(tmp_path: Path) -> None:
-    notes = on_toy(tmp_path, toy_runs.notes_of_a_stream, tmp_path)
-    assert any(note.startswith("device='toy' has no effect") for note in notes), notes
+@pytest.mark.parametrize("faster", [True, False])
+def test_a_stream_goes_through_the_device_where_that_is_faster(
+    tmp_path: Path, faster: bool
+) -> None:
+    notes, used = on_toy(tmp_path, toy_runs.stream, tmp_path, faster)
+    where = "go through toy:0" if faster else "are quantized on the CPU"
+    assert f"weights {where}: {1 if faster else 3} ns per weight there with its transfer, 4" in (
+        " ".join(notes)
+    )
+    assert used == faster
+
+
+def test_both_ways_of_a_stream_are_measured(tmp_path: Path) -> None:
+    here, there, transfers = on_toy(tmp_path, toy_runs.measured_rates, tmp_path)
+    assert here > 0 and there > 0 and transfers
 
 
 def test_choices_of_a_device(tmp_path: Path) -> None:

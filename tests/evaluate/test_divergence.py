@@ -13,7 +13,7 @@ from families import FAMILIES, small_model
 
 from steelyard.evaluate import divergence as compare
 from steelyard.evaluate import evaluate
-from steelyard.model import layerwise, skeleton
+from steelyard.model import activations, skeleton
 from steelyard.model.layerwise import LayerwiseModel
 from steelyard.model.unstacking import unstack
 
@@ -149,7 +149,7 @@ def test_hidden_states_beyond_the_limit_go_to_files(
 ) -> None:
     quantized = quantize(source, tmp_path / "q", scheme="W4A16")
     (tmp_path / "spilled").mkdir()
-    monkeypatch.setattr(layerwise.tempfile, "tempdir", str(tmp_path / "spilled"))
+    monkeypatch.setattr(activations.tempfile, "tempdir", str(tmp_path / "spilled"))
     sizes: list[int] = []
     run = LayerwiseModel.run
 

@@ -18,7 +18,7 @@ from steelyard import oneshot
 from steelyard.errors import DataError, PipelineError
 from steelyard.evaluate import divergence as compare
 from steelyard.evaluate import evaluate
-from steelyard.model import layerwise
+from steelyard.model import activations
 from steelyard.model.layerwise import LayerwiseModel
 from steelyard.modifiers import QuantizationModifier
 
@@ -138,7 +138,7 @@ def test_hidden_states_beyond_the_limit_go_to_files(
     text = {**multimodal_model("llava").config.text_config.to_dict(), "num_hidden_layers": 5}
     _, base, quantized = made("llava", tmp_path, text_config=text)
     (tmp_path / "spilled").mkdir()
-    monkeypatch.setattr(layerwise.tempfile, "tempdir", str(tmp_path / "spilled"))
+    monkeypatch.setattr(activations.tempfile, "tempdir", str(tmp_path / "spilled"))
     sizes: list[int] = []
     run = LayerwiseModel.run
 

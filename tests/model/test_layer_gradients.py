@@ -14,8 +14,9 @@ from families import small_model
 from torch.nn import Module, Parameter
 
 from steelyard.distributed import ThreadPool
+from steelyard.model.activations import HiddenStates, Room
 from steelyard.model.layer_gradients import LayerGradients, Trace, Wanted, summed
-from steelyard.model.layerwise import HiddenStates, LayerwiseModel
+from steelyard.model.layerwise import LayerwiseModel
 from steelyard.model.opening import open_model
 
 LENGTHS = (9, 12)
@@ -58,7 +59,7 @@ def by_layers(folder: Path, pool: ThreadPool) -> tuple[float, dict[str, torch.Te
 
     model = LayerGradients(LayerwiseModel(source, "quantized"), pool, every)
     samples = [Trace({"input_ids": each}) for each in rows()]
-    with pool, HiddenStates(0, 1 << 30) as held:
+    with pool, HiddenStates(Room(0, 1 << 30)) as held:
         model.forward(samples, held, True, lambda share: None)
         model.require_gradients(samples[0])
         with model.head() as wanted:

@@ -14,6 +14,7 @@ from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
 from torch.nn import Linear, Parameter
 from torch.testing import assert_close
 
+from steelyard.model import precision
 from steelyard.model.precision import Forward, forward_dtype, rounded_once
 
 
@@ -80,9 +81,10 @@ CPU, FLAGS = torch.device("cpu"), ("amx_tile", "avx512_bf16")
 
 @pytest.fixture
 def processor(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Set the flags of the processor, and whether torch's library uses them."""
+    """Set the flags of the processor, whether torch's library uses them, and the measured gain."""
 
-    def made(*flags: str, library: bool = True) -> None:
+    def made(*flags: str, library: bool = True, gain: float = 1.2) -> None:
+        monkeypatch.setattr(precision, "speed", lambda dtype: gain)
         monkeypatch.delenv("STEELYARD_FORWARD", raising=False)
         for name in FLAGS:
             has = functools.partial(bool, name in flags)
@@ -110,6 +112,32 @@ def test_bf16_is_computed_where_processor_and_library_multiply_it(
     assert forward_dtype(torch.bfloat16, CPU) == Forward(True, slow + "bfloat16")
     processor()
     assert forward_dtype(torch.bfloat16, CPU).dtype == torch.float32
+
+
+@pytest.mark.parametrize("flags", [FLAGS, ()])
+def test_a_clear_measurement_overrules_the_flags(
+    flags: tuple[str, ...], processor: Callable[..., None]
+) -> None:
+    processor(*flags, gain=1.6)
+    assert forward_dtype(torch.bfloat16, CPU).dtype is None
+    processor(*flags, gain=0.6)
+    assert forward_dtype(torch.bfloat16, CPU).dtype == torch.float32
+    for unclear in (0.8, 1.4):  # next time it could be the other way round
+        processor(*flags, gain=unclear)
+        assert forward_dtype(torch.bfloat16, CPU).wide == (not flags)
+
+
+def test_a_measured_gain_is_stated(processor: Callable[..., None]) -> None:
+    processor(gain=3.0)
+    reason = "batches are computed in bfloat16, which this CPU multiplies 1.5 times faster"
+    assert forward_dtype(torch.bfloat16, CPU).reason == reason
+
+
+def test_the_speed_is_measured_once() -> None:
+    precision.speed.cache_clear()
+    assert precision.speed(torch.bfloat16) > 0
+    assert precision.speed(torch.bfloat16) == precision.speed(torch.bfloat16)
+    assert precision.speed.cache_info().misses == 1
 
 
 @pytest.mark.parametrize("asked", ["auto", "fp32", "stored"])

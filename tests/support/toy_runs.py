@@ -81,13 +81,32 @@ def assert_nothing_left() -> None:
     assert MEMORY[0].used <= 64, MEMORY[0].blocks
 
 
-def notes_of_a_stream(folder: Path) -> list[str]:
-    """Return the notes of a run that needs no data, with a device that it does not use."""
+def stream(folder: Path, faster: bool) -> tuple[list[str], bool]:
+    """Run without data, with rates that favour one side; return the notes, and the side."""
+    from steelyard.engine import stream_device
+
     model = model_folder(folder / "model")
+    run(model, "dynamic", folder / "cpu", device="cpu")
+    rates = {True: 1e-9 if faster else 3e-9, False: 4e-9}
+    stream_device.measured = lambda planned, placement: rates[not placement.is_host]
     MEMORY[0].reset()
     found = run(model, "dynamic", folder / "toy", device="toy")
-    assert not MEMORY[0].transfers
-    return list(found.notes)
+    assert_nothing_left()
+    assert_same_tensors(folder / "cpu", folder / "toy")
+    return list(found.notes), bool(MEMORY[0].transfers)
+
+
+def measured_rates(folder: Path) -> tuple[float, float, int]:
+    """Return the seconds per weight on both sides, and the transfers of the second."""
+    from steelyard.engine.stream_device import measured
+    from steelyard.model.placement import Placement
+
+    found = run(model_folder(folder / "model"), "dynamic", folder / "cpu", device="cpu")
+    planned = found.plan.quantized[0]
+    here = measured(planned, Placement())
+    MEMORY[0].reset()
+    there = measured(planned, Placement(torch.device("toy", 0)))
+    return here, there, len(MEMORY[0].transfers)
 
 
 def without_room(folder: Path) -> list[Transfer]:
@@ -178,3 +197,59 @@ def short_of_memory(folder: Path) -> list[str]:
     except PipelineError as error:
         return [*found.notes, str(error)]
     raise AssertionError("half the memory was enough")
+
+
+def same_in_each_place(folder: Path, recipe: str) -> list[tuple[int, str]]:
+    """Run with hidden states in each place; return how many left, and the plan's words."""
+    model, found = model_folder(folder / "model"), []
+    run(model, recipe, folder / "cpu", device="cpu")
+    for device, place in (("cpu", "disk"), ("toy", "device"), ("toy", "host"), ("toy", "disk")):
+        MEMORY[0].reset()
+        output = folder / f"{device}-{place}"
+        done = run(model, recipe, output, device=device, activations=place)
+        assert_nothing_left()
+        assert_same_tensors(folder / "cpu", output)
+        words = [each for each in done.plan.placing if each.startswith("hidden states")]
+        back = [each for each in MEMORY[0].transfers if not each.to_device and len(each.shape) == 3]
+        found.append((len(back), words[0]))
+    return found
+
+
+def held_and_said(folder: Path, family: str, recipe: str) -> tuple[int, int]:
+    """Return the most memory that a run took, and what its plan said."""
+    from steelyard import oneshot
+
+    model = model_folder(folder / "model", family, hidden_size=128, intermediate_size=256)
+    rows = torch.randint(3, 128, (8, 24), generator=torch.Generator().manual_seed(0)).tolist()
+    options = {"num_calibration_samples": 8, "max_seq_length": 24, "batch_size": 2}
+    given = None if recipe == "dynamic" else rows
+    more = {"pipeline": "sequential"} if recipe == "dynamic" else options
+    MEMORY[0].reset()
+    found = oneshot(model, RECIPES[recipe], given, folder / "toy", device="toy", **more)
+    return MEMORY[0].peak, found.plan.device_memory
+
+
+def resumed(folder: Path) -> None:
+    """Stop a run after its first layer, and resume it with hidden states in another place."""
+    from steelyard.checkpoint import writer
+    from steelyard.engine.layer_run import LayerRun
+
+    model = model_folder(folder / "model")
+    run(model, "gptq", folder / "cpu", device="cpu")
+    writer.CheckpointWriter.due = lambda self, cost=0.0: True  # a mark after each layer
+    record = LayerRun._record
+
+    def stopped(self: LayerRun, index: int) -> None:
+        if index == 1:
+            raise KeyboardInterrupt
+        record(self, index)
+
+    LayerRun._record = stopped
+    try:
+        run(model, "gptq", folder / "toy", device="toy", activations="host")
+        raise AssertionError("the run was not stopped")
+    except KeyboardInterrupt:
+        LayerRun._record = record
+    found = run(model, "gptq", folder / "toy", device="toy", activations="disk")
+    assert any(note.startswith("resumed after") for note in found.notes), found.notes
+    assert_same_tensors(folder / "cpu", folder / "toy")

@@ -15,6 +15,7 @@ from torch.nn import Module, Parameter
 
 from steelyard.distributed import Ranks, ThreadPool
 from steelyard.errors import PipelineError
+from steelyard.model.activations import Fetched
 from steelyard.observers.calibration import Calibration
 
 __all__ = ["Block"]
@@ -68,7 +69,7 @@ class Block:
         self.pool = pool or ThreadPool()
         self.device = device or torch.device("cpu")
         self.owners = owners or {}
-        self.originals = originals
+        self.originals = Fetched(originals)
         self.notes: list[str] = [] if notes is None else notes
         self.changed: set[str] = set() if changed is None else changed
         self.runs = runs

@@ -11,9 +11,10 @@ import torch
 
 from steelyard.algorithms.finished_checkpoint import FinishedCheckpoint
 from steelyard.algorithms.tunables import Tunables
+from steelyard.model.activations import HiddenStates, Room
 from steelyard.model.blocks import Batch
 from steelyard.model.layer_gradients import Gradients, LayerGradients, Trace, summed
-from steelyard.model.layerwise import DTYPE, HiddenStates, LayerwiseModel, default_memory
+from steelyard.model.layerwise import DTYPE, LayerwiseModel, default_memory
 from steelyard.model.opening import open_model
 
 __all__ = ["REVERSE", "ModelPair", "SamplePair"]
@@ -127,7 +128,7 @@ class ModelPair:
     def _held(self, samples: Sequence[Trace], layers: int) -> HiddenStates:
         tokens = sum(sample.tokens for sample in samples)
         nbytes = tokens * self.base.model.hidden_size * DTYPE.itemsize * layers
-        return HiddenStates(nbytes, default_memory() // 2)
+        return HiddenStates(Room(0, default_memory() // 2), nbytes)
 
 
 def _times(advance: Advance, amount: float) -> Callable[[float], None]:

@@ -23,8 +23,9 @@ from steelyard.algorithms.model_pair import REVERSE, ModelPair, SamplePair
 from steelyard.algorithms.tunables import MOST, Tunable
 from steelyard.data.samples import Samples
 from steelyard.errors import DataError, NonFiniteError
+from steelyard.model.activations import HiddenStates, Room
 from steelyard.model.layer_gradients import Trace
-from steelyard.model.layerwise import DTYPE, HiddenStates, default_memory
+from steelyard.model.layerwise import DTYPE, default_memory
 from steelyard.modifiers.tuning import TuningModifier
 from steelyard.words import count
 
@@ -83,7 +84,7 @@ class Tuning(Algorithm):
         nbytes = tokens * pair.base.model.hidden_size * DTYPE.itemsize
         with (
             finished.pool,
-            HiddenStates(nbytes, memory) as held,
+            HiddenStates(Room(0, memory), nbytes) as held,
             finished.progress("tuning", total, unit="work") as advance,
         ):
             pair.start(samples, held, advance)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from steelyard.atomic_file import FileKind
-from steelyard.cli import options
+from steelyard.cli import options, placing
 from steelyard.cli.compare_checkpoints import checkpoints_page, print_checkpoints
 from steelyard.cli.compare_observers import comparison_page, print_comparison
 from steelyard.cli.evaluate import Limit
@@ -115,7 +115,7 @@ def compare(
             show_default=False,
         ),
     ] = None,
-    device: options.Device = "auto",
+    device: placing.Device = "auto",
     plugins: options.Plugins = None,
     trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,

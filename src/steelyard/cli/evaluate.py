@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from steelyard.cli import options
+from steelyard.cli import options, placing
 from steelyard.cli.known import one_of
 from steelyard.cli.mistakes import Interrupted
 from steelyard.cli.rank_streams import is_first
@@ -67,7 +67,7 @@ def evaluate(
     text_column: options.TextColumn = "text",
     split: options.Split = None,
     seed: options.Seed = 0,
-    device: options.Device = "auto",
+    device: placing.Device = "auto",
     require: Annotated[
         str | None,
         typer.Option(

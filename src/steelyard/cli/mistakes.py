@@ -74,6 +74,7 @@ ARGUMENTS = {
     "num_samples": "--samples",
     "output_dir": "--output",
     "device": "--device",
+    "activations": "--activations",
     "splits": "--split",
     "split": "--split",
 }

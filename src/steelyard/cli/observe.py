@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from steelyard.cli import options
+from steelyard.cli import options, placing
 from steelyard.cli.rank_streams import is_first, join
 from steelyard.cli.recipe import recipe_from
 from steelyard.cli.terminal import duration, print_document, print_line, size
@@ -42,7 +42,8 @@ def observe(
     text_column: options.TextColumn = "text",
     split: options.Split = None,
     tokenizer: options.Tokenizer = None,
-    device: options.Device = "auto",
+    device: placing.Device = "auto",
+    activations: placing.Activations = "auto",
     pipeline: options.Pipeline = "auto",
     trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
@@ -73,6 +74,7 @@ def observe(
         splits=split,
         seed=seed,
         device=device,
+        activations=activations,
         pipeline=pipeline,
         save_statistics=output,
         trust_remote_code_model=trust_remote_code,

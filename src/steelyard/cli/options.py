@@ -14,7 +14,6 @@ __all__ = [
     "All",
     "BatchSize",
     "Data",
-    "Device",
     "Filter",
     "Gptq",
     "GroupSize",
@@ -251,15 +250,6 @@ MaxSeqLength = Annotated[
 ]
 BatchSize = Annotated[
     int, typer.Option("--batch-size", metavar="N", min=1, help="Samples per batch.")
-]
-Device = Annotated[
-    str,
-    typer.Option(
-        "--device",
-        metavar="NAME",
-        help="Where to compute: cpu, or an accelerator such as cuda, cuda:1 or xpu; auto takes the "
-        "accelerator if there is one.",
-    ),
 ]
 Seed = Annotated[int, typer.Option("--seed", metavar="N", help="Seed for selecting samples.")]
 Pipeline = Annotated[

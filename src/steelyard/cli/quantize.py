@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from steelyard.cli import options
+from steelyard.cli import options, placing
 from steelyard.cli.evaluate import add_to_report, print_study
 from steelyard.cli.mistakes import USAGE, Interrupted, in_options
 from steelyard.cli.rank_streams import is_first, join
@@ -60,7 +60,8 @@ def quantize(
     text_column: options.TextColumn = "text",
     split: options.Split = None,
     tokenizer: options.Tokenizer = None,
-    device: options.Device = "auto",
+    device: placing.Device = "auto",
+    activations: placing.Activations = "auto",
     pipeline: options.Pipeline = "auto",
     uncalibrated: options.Uncalibrated = "error",
     uncalibratable: options.Uncalibratable = "note",
@@ -161,6 +162,7 @@ def quantize(
             splits=split,
             seed=seed,
             device=device,
+            activations=activations,
             pipeline=pipeline,
             uncalibrated=uncalibrated,
             uncalibratable=uncalibratable,

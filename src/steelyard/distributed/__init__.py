@@ -1,6 +1,6 @@
 """Processes of one run, as `torchrun` starts them, and threads within a process."""
 
-from steelyard.distributed.local_device import local_index
+from steelyard.distributed.local_device import local_count, local_index
 from steelyard.distributed.packing import sendable
 from steelyard.distributed.partition import assign, batches_of, partial_sums_of
 from steelyard.distributed.ranks import Ranks, join_from_environment, together
@@ -12,6 +12,7 @@ __all__ = [
     "assign",
     "batches_of",
     "join_from_environment",
+    "local_count",
     "local_index",
     "partial_sums_of",
     "sendable",

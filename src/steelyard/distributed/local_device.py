@@ -9,7 +9,7 @@ from torch import distributed as dist
 
 from steelyard.errors import RanksError
 
-__all__ = ["local_index"]
+__all__ = ["local_count", "local_index"]
 
 
 def local_index() -> int:
@@ -25,3 +25,11 @@ def local_index() -> int:
             "there are, or all on the CPU with device='cpu'"
         )
     return int(given)
+
+
+def local_count() -> int:
+    """Return the number of ranks that share the memory of this machine."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return 1
+    given = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(given) if given.isdecimal() and int(given) else dist.get_world_size()

@@ -35,10 +35,14 @@ def join_from_environment() -> None:
     """Join the process group of `torchrun`, if it started this process and none is joined yet."""
     if not dist.is_available() or dist.is_initialized() or "TORCHELASTIC_RUN_ID" not in os.environ:
         return
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    if local < torch.cuda.device_count():  # else all may compute on the CPU
-        torch.cuda.set_device(local)
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    local, backend = int(os.environ.get("LOCAL_RANK", "0")), "gloo"
+    if torch.accelerator.is_available():
+        if local < torch.accelerator.device_count():  # else all may compute on the CPU
+            torch.accelerator.set_device_index(local)
+        kind = str(torch.accelerator.current_accelerator())
+        own = dist.Backend.default_device_backend_map.get(kind)  # such as nccl
+        if own is not None and own != backend and dist.is_backend_available(own):
+            backend = f"cpu:gloo,{kind}:{own}"
     dist.init_process_group(backend, timeout=_PATIENCE)
 
 

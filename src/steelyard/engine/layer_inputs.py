@@ -18,9 +18,10 @@ from torch.nn import Linear, Module
 from steelyard.data.limits import learned_positions
 from steelyard.data.samples import load_samples
 from steelyard.data.tokenizer import tokenizer_of
+from steelyard.model.activations import HiddenStates, room_for
 from steelyard.model.blocks import Batch
 from steelyard.model.cost import Costs
-from steelyard.model.layerwise import HiddenStates, LayerwiseModel, default_memory
+from steelyard.model.layerwise import LayerwiseModel
 from steelyard.model.opening import open_model
 from steelyard.model.placement import placement_of
 
@@ -108,7 +109,7 @@ class LayerInputs:
         nbytes = tokens * runner.hidden_size * 4
         costs = Costs(source.model, runner.sequence.modules, tokens)
         with (
-            HiddenStates(nbytes, default_memory()) as held,
+            HiddenStates(room_for("auto", source.placement.device), nbytes) as held,
             contextlib.ExitStack() as hooks,
         ):
             moments = _Moments(modules, hooks)

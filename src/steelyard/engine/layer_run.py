@@ -13,6 +13,7 @@ from steelyard.data.samples import Samples
 from steelyard.engine.parts import Flow, Part
 from steelyard.engine.progress import progress
 from steelyard.fusion import expert_groups
+from steelyard.model.activations import HiddenStates
 from steelyard.model.blocks import Batch, LayerSequence
 from steelyard.model.hidden_states import load_hidden, save_hidden
 from steelyard.model.inputs import output_head, padding_of
@@ -39,7 +40,8 @@ class LayerRun:
 
     def __init__(self, run: Run, samples: Samples) -> None:
         self.run = run
-        self.sequence = LayerSequence(run.source.model)
+        self.held = HiddenStates(run.result.plan.room)
+        self.sequence = LayerSequence(run.source.model, self.held)
         run.source.loader.in_order(self.sequence.layers)
         mine = run.share(samples)
         self.places = [place for place, _ in mine]
@@ -57,7 +59,12 @@ class LayerRun:
         each = len(self.batches) + self.tuning
         total = each * len(sequence) + len(self.batches)
         unit = "work" if self.tuning else "steps"
-        with run.pool, sequence, progress("calibrating", total, run.show, unit) as advance:
+        with (
+            run.pool,
+            self.held,
+            sequence,
+            progress("calibrating", total, run.show, unit) as advance,
+        ):
             if run.done:
                 load_hidden(sequence, self._named(), run.marks.kept("hidden"))
                 advance(run.done * each)
@@ -110,25 +117,29 @@ class LayerRun:
             called,
             [functools.partial(sequence.run, index, batch) for batch in originals],
             lambda i, output: sequence.put(index, originals[i], output),
-            [padding_of(b.inputs, sequence.input(index, b)) for b in batches],
+            [padding_of(b.inputs, sequence.stored_input(index, b)) for b in batches],
             lambda share, where: advance(share * self.tuning, where),
         )
         part = Part(name, module)
         run.calibrate(part, flow, functools.partial(self._originals, index))
 
     def _originals(self, index: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Run the unquantized layer; return the hidden states in and out of it, by batch."""
-        found = []
+        """Run the unquantized layer; return the hidden states in and out of it, by batch.
+
+        They are stored as `held` stores them.
+        """
+        found, sequence = [], self.sequence
         for batch in self.originals.values():
             if index in batch.calls:
-                hidden, output = self.sequence.input(index, batch), self.sequence.run(index, batch)
-                found.append((hidden, first_tensor(output)))
+                hidden, output = sequence.stored_input(index, batch), sequence.run(index, batch)
+                kept = output = sequence.stored(output)
                 if not self.paired:
-                    self.sequence.put(index, batch, output)
+                    sequence.put(index, batch, output)
+                found.append((hidden, first_tensor(kept)))
         return found
 
     def _tokens(self, index: int, batch: Batch) -> int:
-        hidden = self.sequence.input(index, batch)
+        hidden = self.sequence.stored_input(index, batch)
         return hidden.numel() // hidden.shape[-1]
 
     def _named(self) -> Mapping[str, Batch]:

@@ -24,7 +24,7 @@ from steelyard.engine.finishing import finish_checkpoint, share_results
 from steelyard.engine.identity import digest_of, identity_of
 from steelyard.engine.idle_options import idle_notes
 from steelyard.engine.output import Output
-from steelyard.engine.planning import plan_run, streams, unused_device
+from steelyard.engine.planning import plan_run, streams
 from steelyard.engine.prepared_model import prepare_model
 from steelyard.engine.prepared_options import open_source, prepared
 from steelyard.engine.rank_agreement import check_alike
@@ -93,7 +93,7 @@ class OneshotRun:
         given = options.model if isinstance(options.model, Module) else None
         self.result = Result(plan, self.recipe, model=given, source=model_name(options.model))
         self.result.notes += [*idle_notes(options), *untying_notes(plan), *plan.warnings]
-        self.result.notes += unused_device(options, self.streamed and not self.placement.is_host)
+        self.result.notes += [] if plan.through is None else filter(None, [plan.through.reason])
         self.result.warnings += plan.warnings
         if self._shown and (options.dry_run or not plan.errors):  # raised below
             announce(str(plan))
@@ -244,7 +244,8 @@ class OneshotRun:
         if self.source.shards is None or self.options.output_dir is None:
             return None
         given = effective_options(self.options, self.propagate) | input_digests(self.algorithms)
-        if not self.source.placement.is_host:
+        through = self.result.plan.through
+        if not self.source.placement.is_host and (through is None or through.used):
             given["device"] = self.source.placement.device.type
         if self.samples is not None:
             given["batches are computed in"] = str(self.run.dtype or self.source.dtype)

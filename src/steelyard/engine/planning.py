@@ -11,24 +11,27 @@ from compressed_tensors.quantization import QuantizationConfig
 from torch.nn import Module
 
 from steelyard.algorithms import Algorithm, needs_data
-from steelyard.distributed import ThreadPool
+from steelyard.distributed import Ranks, ThreadPool
 from steelyard.engine.prepared_options import target_problems, untie_heads
 from steelyard.engine.run_options import Options
 from steelyard.engine.stages import CONCURRENT_BYTES
+from steelyard.engine.stream_device import choose_device
 from steelyard.engine.stream_jobs import budget_of, jobs_of
 from steelyard.errors import PipelineError
+from steelyard.model.activations import room_for
 from steelyard.model.class_loading import ONLY_TRANSFORMERS
 from steelyard.model.completeness import missing_parts, random_parameters
 from steelyard.model.placement import holding_budget
 from steelyard.model.precision import forward_dtype
 from steelyard.model.source import Source
+from steelyard.plan.device_memory import device_bytes
 from steelyard.plan.plan import Left, Plan, make_plan
 from steelyard.plan.planned_files import planned_loading
 from steelyard.plan.runnable import Route, route_of
 from steelyard.recipes import Recipe
-from steelyard.words import count
+from steelyard.words import count, size
 
-__all__ = ["plan_run", "streams", "unused_device"]
+__all__ = ["plan_run", "streams"]
 
 
 def streams(options: Options, recipe: Recipe, algorithms: Sequence[Algorithm]) -> bool:
@@ -41,16 +44,6 @@ def streams(options: Options, recipe: Recipe, algorithms: Sequence[Algorithm]) -
         return False
     configs = [modifier.quantization_config() for modifier in recipe.modifiers]
     return not any(_names_classes(config) for config in configs if config is not None)
-
-
-def unused_device(options: Options, unused: bool) -> list[str]:
-    """Return a note on an accelerator that was asked for and is not used."""
-    if not unused or options.device == "auto":
-        return []
-    return [
-        f"device={str(options.device)!r} has no effect: without calibration data, weights are "
-        "quantized file by file, on the CPU"
-    ]
 
 
 def _names_classes(config: QuantizationConfig) -> bool:
@@ -80,6 +73,8 @@ def plan_run(
     if files is not None and streams(options, recipe, algorithms):
         plan.budget = budget_of(files, jobs_of(files, plan))
         plan.route = "file by file, without data"
+        plan.through = Ranks.current().broadcast(choose_device(plan, source.placement))
+        plan.placing += filter(None, [plan.through.reason])
     compares = any(algorithm.needs.blocks for algorithm in algorithms)
     plan.forward = forward_dtype(source.dtype, source.placement.device, compares)
     with_data = needs_data(algorithms) and options.statistics is None
@@ -113,7 +108,28 @@ def plan_run(
     plan.hidden = getattr(text, "hidden_size", 0)
     if with_data:
         _add_costs(plan, options, algorithms, source.placement.device, propagate)
+        _add_hidden_states(plan, options, algorithms, source)
+    if not source.placement.is_host and not streams(options, recipe, algorithms):
+        at_once = options.batch_size * options.sequence_length if with_data else 0
+        device = source.placement.device
+        plan.device_memory = device_bytes(plan, source.model, device, at_once)
+        plan.placing.append(f"at most about {size(plan.device_memory)} of memory on {device}")
     return plan
+
+
+def _add_hidden_states(
+    plan: Plan, options: Options, algorithms: Sequence[Algorithm], source: Source
+) -> None:
+    """State where hidden states live between two layers."""
+    placement, asked = source.placement, options.activations
+    plan.room = room_for(asked, placement.device)
+    twice = any(a.needs.originals or a.needs.original_inputs for a in algorithms)
+    itemsize = (plan.forward.dtype or source.dtype).itemsize
+    plan.hidden_bytes = plan.tokens * plan.hidden * itemsize * (2 if twice else 1)
+    if plan.whole:
+        return
+    if not placement.is_host or asked != "auto" or plan.hidden_bytes > plan.room.host:
+        plan.placing.append(plan.room.text(plan.hidden_bytes, placement.device))
 
 
 def _add_costs(

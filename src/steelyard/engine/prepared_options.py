@@ -89,7 +89,9 @@ def _loaded(options: Options, dtype: torch.dtype) -> Any:
 def open_source(options: Options, streamed: bool, placement: Placement) -> Source:
     """Open the model of a run: its files alone for a stream, else placed on its device."""
     if streamed:
-        return Source.from_files(options.model, options.model_revision)
+        files = Source.from_files(options.model, options.model_revision)
+        files.place(placement)
+        return files
     source = Source.open(options.model, options.model_revision, options.trust_remote_code_model)
     source.place(placement)
     if options.precision != "auto":

@@ -93,6 +93,7 @@ class Run:
                 self.marks.state,
                 self._importance(),
                 self.show,
+                self.source.placement if plan.through.used else None,
             )
             stream.run(self.streamed)
             for modules in self.ranks.gather(dict(self.result.modules)):

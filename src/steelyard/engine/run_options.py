@@ -9,6 +9,7 @@ from typing import Any
 
 from steelyard.data.limits import check_numbers
 from steelyard.errors import DataError, nearest
+from steelyard.names import ACTIVATIONS
 
 __all__ = ["PIPELINES", "UNCALIBRATABLE", "UNCALIBRATED", "Options"]
 
@@ -56,6 +57,10 @@ class Options:
     """Where a model in a folder is computed: auto, cpu, or an accelerator such as cuda, cuda:1 or
     xpu; auto takes torch's current accelerator, if there is one. A loaded module stays where it
     is, and a run without data or model class is computed on the CPU."""
+    activations: str = "auto"
+    """Where the hidden states of all samples are kept between two layers: device, host (its
+    memory) or disk (temporary files); auto takes the device while they fit into a quarter of its
+    free memory, then as much of the host's, then files."""
     pipeline: str | None = "auto"
     """sequential (layer by layer), basic (the whole model at once), or datafree (file by file);
     auto chooses datafree if no data is needed, else sequential. None and independent, the default
@@ -150,6 +155,7 @@ class Options:
     def check(self) -> None:
         """Raise for invalid values."""
         _one_of("pipeline", self.route, PIPELINES)
+        _one_of("activations", self.activations, ACTIVATIONS)
         _one_of("uncalibrated", self.uncalibrated, UNCALIBRATED)
         _one_of("uncalibratable", self.uncalibratable, UNCALIBRATABLE)
         if not callable(self.data_collator):

@@ -28,6 +28,7 @@ from steelyard.distributed import assign
 from steelyard.engine.progress import progress
 from steelyard.engine.stream_jobs import Job, budget_of, jobs_of, shards_of
 from steelyard.formats import stored_tensors
+from steelyard.model.placement import CPU, Placement
 from steelyard.names import WEIGHT_OBSERVER
 from steelyard.observers import Observer
 from steelyard.observers.importance_base import ImportanceObserver
@@ -63,7 +64,7 @@ def quantize(
     for planned, observer, weight in zip(modules, observers, weights, strict=True):
         found: dict[str, Any] = dict(observer.get_qparams())
         qparams = {f"weight_{k}": v for k, v in found.items() if v is not None}
-        errors = torch.empty(len(weight), dtype=torch.float64)
+        errors = torch.empty(len(weight), dtype=torch.float64, device=weight.device)
         stored = stored_tensors(weight, qparams, planned.scheme, errors=errors)
         assert planned.scheme.weights is not None
         details = {"figures": figures_of(weight, qparams, planned.scheme.weights)}
@@ -76,6 +77,7 @@ class Stream:
     modules:    result of each module, filled as they are done
     state:      returns the progress to record at a mark
     importance: from a file, for the modules whose observers use it
+    placement:  the device that weights are quantized on
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Stream:
         state: Callable[[], dict[str, Any]],
         importance: Importance | None = None,
         show: bool | None = None,
+        placement: Placement | None = None,
     ) -> None:
         self.view = view
         self.writer = writer
@@ -94,6 +97,7 @@ class Stream:
         self.state = state
         self.importance = importance or {}
         self.show = show
+        self.placement = placement or Placement()
         jobs = jobs_of(view, plan)
         self.shards = shards_of(view, jobs, writer.max_shard_bytes)
         self.budget = budget_of(view, jobs)
@@ -161,7 +165,7 @@ class Stream:
             bundle, size, read = ahead.popleft()
             weights = read.result()
             stored = [
-                list(quantize(job.modules, each, self.importance)) if job.modules else []
+                self._quantized(job, each) if job.modules else []
                 for (_, job), each in zip(bundle, weights, strict=True)
             ]
             behind.append((size, writing.submit(self._write_all, bundle, weights, stored)))
@@ -170,6 +174,14 @@ class Stream:
                 finish_oldest()
         while behind:
             finish_oldest()
+
+    def _quantized(
+        self, job: Job, weights: list[torch.Tensor]
+    ) -> list[tuple[dict[str, torch.Tensor], ModuleResult]]:
+        """Quantize the weights of a job on the device, and bring the results back."""
+        brought = [self.placement.bring(weight) for weight in weights]
+        found = quantize(job.modules, brought, self.importance)
+        return [({k: v.to(CPU) for k, v in tensors.items()}, done) for tensors, done in found]
 
     def _bundles(self) -> Iterator[tuple[Bundle, int]]:
         """Yield the jobs in order, small ones bundled, and the bytes that they read."""

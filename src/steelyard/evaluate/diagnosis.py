@@ -22,9 +22,10 @@ from steelyard.evaluate.metrics import score
 from steelyard.evaluate.output_errors import ErrorSum, OutputErrors
 from steelyard.evaluate.standard_error import mean_and_error
 from steelyard.formats.descriptions import scheme_label
+from steelyard.model.activations import HiddenStates, fetched, room_for
 from steelyard.model.blocks import Batch
 from steelyard.model.cost import Costs
-from steelyard.model.layerwise import HiddenStates, LayerwiseModel
+from steelyard.model.layerwise import LayerwiseModel
 from steelyard.model.placeholders import first_tensor
 
 __all__ = ["BlockCost", "Diagnosis", "diagnose"]
@@ -102,7 +103,7 @@ def diagnose(
     blocks = [ErrorSum() for _ in range(layers)]
     with (
         errors.watching(),
-        HiddenStates(0, 0x7FFF << 40) as held,
+        HiddenStates(room_for("auto", base.source.placement.device)) as held,
         progress("finding what blocks cost", total, show_progress, unit="work") as advance,
     ):
         ends = [[Batch(inputs) for inputs in batches] for _ in models]
@@ -151,7 +152,7 @@ def _block_error(
     for start, end in zip(before, after, strict=True):
         if index in start.calls:
             found = first_tensor(sequence.run(index, start))
-            wanted = first_tensor(end.outputs[index])
+            wanted = fetched(first_tensor(end.outputs[index]))
             hidden = models[0].sequence.input(index, start)
             total.add(found, wanted, wanted - hidden if hidden.shape == wanted.shape else wanted)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,10 @@ from steelyard.evaluate.comparable import check_pair, check_tokenizers
 from steelyard.evaluate.evaluation import Evaluation, EvaluationInterrupted
 from steelyard.evaluate.held_out import HeldOut, held_out
 from steelyard.evaluate.metrics import Scores, score, summarize
+from steelyard.model.activations import HiddenStates, room_for
 from steelyard.model.blocks import Batch
 from steelyard.model.cost import Costs, estimate_seconds
-from steelyard.model.layerwise import DTYPE, HiddenStates, LayerwiseModel, default_memory
+from steelyard.model.layerwise import DTYPE, LayerwiseModel, default_memory
 from steelyard.model.opening import open_model
 from steelyard.model.placement import placement_of
 from steelyard.words import duration
@@ -78,8 +79,9 @@ def evaluate(
     processor: the base model's by default; used for rows with images, videos or audio
     device:    auto, cpu, or an accelerator such as cuda, cuda:1 or xpu; auto takes torch's current
                accelerator, if there is one
-    memory:    bytes of hidden states to hold in memory, a quarter of the machine's by default; if
-               those of both models need more, all go to temporary files.
+    memory:    bytes of hidden states to hold in host memory, a quarter of the machine's by default;
+               an accelerator holds as many as fit into a quarter of its free memory besides. If
+               those of both models need more, the others go to temporary files.
                They need 8 bytes x tokens x hidden size, and the outputs of towers.
     trust_remote_code_model: run code that ships with a model or its tokenizer
     then:      called with the models, the samples and the scores, if all tokens were scored
@@ -156,7 +158,10 @@ def evaluate_all(
     ]
     masks = [which for which in text.chosen if which.any()]
     with (
-        HiddenStates(text.tokens * sizes * DTYPE.itemsize, limit) as held,
+        HiddenStates(
+            replace(room_for("auto", placement.device), host=limit),
+            text.tokens * sizes * DTYPE.itemsize,
+        ) as held,
         progress("evaluating", total, show_progress, unit="work") as advance,
     ):
         ends = first.run(batches, held, costs[0], advance)

@@ -15,15 +15,17 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import weakref
-from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
 from torch.nn import Module, ModuleList
 
 from steelyard.errors import PipelineError
+from steelyard.model.activations import HiddenStates, fetched
+from steelyard.model.batch_state import Batch, Call
 from steelyard.model.early_stop import StopForward
 from steelyard.model.forward_errors import WITHOUT_DATA, forward_errors
 from steelyard.model.inputs import call_options, hidden_of, padding_of, without_cache
@@ -33,7 +35,6 @@ from steelyard.model.placeholders import (
     Touched,
     Unknown,
     filled,
-    refs_in,
     replaced,
     structure_of,
 )
@@ -43,54 +44,18 @@ from steelyard.observers.padding import without_padding
 __all__ = ["Batch", "LayerSequence"]
 
 
-@dataclass(frozen=True)
-class Call:
-    """Arguments of one layer; a `Ref` stands for the output of another layer.
-
-    assumed: structure of the output that the stub returned for the layer
-    """
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    assumed: Structure
-
-    @property
-    def layers(self) -> set[int]:
-        return {ref.layer for ref in refs_in((self.args, self.kwargs))}
-
-
-@dataclass
-class Batch:
-    """One batch: the model's inputs, and the state of its forward.
-
-    outputs: layer -> its output, while that is needed
-    calls:   layer -> its arguments, for layers that have yet to run
-    needed:  layers whose values the forward computes with
-    waiting: layers whose values it needs to continue; None when it has finished
-    """
-
-    inputs: Mapping[str, torch.Tensor]
-    outputs: dict[int, Any] = field(default_factory=dict)
-    calls: dict[int, Call] = field(default_factory=dict)
-    needed: set[int] = field(default_factory=set)
-    waiting: set[int] | None = field(default_factory=set)
-
-    def due(self, index: int) -> bool:
-        """Whether another forward can record calls of `index` or later layers."""
-        missing = index not in self.calls and self.waiting is not None
-        return missing and all(layer < index for layer in self.waiting or ())
-
-
 class LayerSequence:
     """Runs the layers of a model one at a time over all batches, while it is entered.
 
+    held:       stores hidden states between two layers; None leaves them where they are
     structures: structure of each layer's output
     is_stateful: whether layers pass values in an object that they modify, such as Gemma 4's shared
                  keys and values; it is not saved to files, so the run cannot resume
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, held: HiddenStates | None = None) -> None:
         self.model = model
+        self.held = held
         self.layers = model_layers(model)
         self.modules = ModuleList([layer.module for layer in self.layers])
         self.structures: dict[int, Structure] = {}
@@ -143,7 +108,7 @@ class LayerSequence:
         call = batch.calls[index]
 
         def value(leaf: Any) -> Any:
-            return leaf.of(batch.outputs[leaf.layer]) if isinstance(leaf, Ref) else leaf
+            return fetched(leaf.of(batch.outputs[leaf.layer]) if isinstance(leaf, Ref) else leaf)
 
         args, kwargs = replaced(call.args, value), replaced(call.kwargs, value)
         with (
@@ -155,6 +120,11 @@ class LayerSequence:
 
     def input(self, index: int, batch: Batch) -> torch.Tensor:
         """Return the hidden state that goes into a layer."""
+        found: torch.Tensor = fetched(self.stored_input(index, batch))
+        return found
+
+    def stored_input(self, index: int, batch: Batch) -> torch.Tensor:
+        """Return the hidden state that goes into a layer, where it is stored."""
         call = batch.calls[index]
         hidden = hidden_of(call.args, call.kwargs)
         found: torch.Tensor = (
@@ -164,17 +134,22 @@ class LayerSequence:
 
     def put(self, index: int, batch: Batch, output: Any) -> None:
         """Store the output of a layer, and drop outputs that are no longer needed."""
-        structure = structure_of(output, self.input(index, batch), self.name(index))
-        call = batch.calls.pop(index)
+        structure = structure_of(output, self.stored_input(index, batch), self.name(index))
+        assumed = batch.calls.pop(index).assumed  # and its input goes, which makes room
         self.structures[index] = structure
-        batch.outputs[index] = output
-        if structure != call.assumed:  # later calls were recorded with a wrong placeholder
+        if structure != assumed:  # later calls were recorded with a wrong placeholder
             batch.calls.clear()
             batch.waiting = {index}
             batch.needed.add(index)
         kept = batch.needed.union(*(call.layers for call in batch.calls.values()))
         for layer in [each for each in batch.outputs if each not in kept]:
             del batch.outputs[layer]
+        if index in kept:
+            batch.outputs[index] = self.stored(output)
+
+    def stored(self, value: Any) -> Any:
+        """Return hidden states as `held` stores them."""
+        return value if self.held is None else replaced(value, self.held.put)
 
     def finish(self, batch: Batch) -> Any:
         """Run the modules after the layers; their parameters must be in memory.
@@ -247,12 +222,11 @@ class _Replay:
             raise refusal(sequence.model, f"calls {sequence.name(index)} more than once")
         self._called.add(index)
         if index < self.done and index in batch.outputs and index in batch.needed:
-            return replaced(batch.outputs[index], _copied)
-        structure = sequence.guess(index)
+            return replaced(batch.outputs[index], lambda value: _copied(fetched(value)))
+        structure, hidden = sequence.guess(index), hidden_of(args, kwargs)
         if index >= self.done:
-            given, named = replaced((args, kwargs), self._recorded)
+            given, named = replaced((args, kwargs), functools.partial(self._recorded, hidden))
             batch.calls[index] = Call(given, named, structure)
-        hidden = hidden_of(args, kwargs)
         like = hidden.like if isinstance(hidden, Unknown) else hidden
 
         def leaf(place: tuple[int | str, ...], kind: str) -> Unknown:
@@ -268,10 +242,13 @@ class _Replay:
         layers = {each.ref.layer for each in alive if each is not None}
         return {i for i in layers if i >= self.done or i in self.batch.outputs}
 
-    def _recorded(self, value: Any) -> Any:
+    def _recorded(self, hidden: torch.Tensor, value: Any) -> Any:
         if isinstance(value, MutableMapping):
             self.sequence.is_stateful = True
-        return value.ref if isinstance(value, Unknown) else self.sequence.share(value)
+        if isinstance(value, Unknown):
+            return value.ref
+        # a hidden state is that of one batch
+        return self.sequence.stored(value) if value is hidden else self.sequence.share(value)
 
 
 def _copied(value: Any) -> Any:

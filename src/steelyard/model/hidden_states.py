@@ -52,9 +52,7 @@ def load_hidden(sequence: LayerSequence, batches: Named, paths: Iterable[Path]) 
             for name in missing.intersection(kept):
                 batch = batches[name]
                 for layer in kept[name]:
-                    batch.outputs[layer] = _output(
-                        file, f"{name}/{layer}", sequence.structures[layer], batch
-                    )
+                    batch.outputs[layer] = _output(file, name, layer, batch, sequence)
                 missing.remove(name)
     if missing:
         raise CheckpointError(
@@ -63,11 +61,11 @@ def load_hidden(sequence: LayerSequence, batches: Named, paths: Iterable[Path]) 
         )
 
 
-def _output(file: Any, name: str, structure: Structure, batch: Batch) -> Any:
+def _output(file: Any, name: str, layer: int, batch: Batch, sequence: LayerSequence) -> Any:
     device = next(iter(batch.inputs.values())).device
 
     def leaf(place: tuple[int | str, ...], _kind: str) -> torch.Tensor:
-        found: torch.Tensor = file.get_tensor("/".join(map(str, (name, *place))))
-        return found.to(device)
+        found: torch.Tensor = file.get_tensor("/".join(map(str, (name, layer, *place))))
+        return found.to(device) if sequence.held is None else sequence.held.put(found, device)
 
-    return filled(structure, leaf)
+    return filled(sequence.structures[layer], leaf)

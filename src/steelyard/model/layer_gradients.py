@@ -22,8 +22,9 @@ from torch.nn import Module, Parameter
 
 from steelyard.distributed import ThreadPool
 from steelyard.errors import PipelineError
-from steelyard.model.blocks import Batch, Call
-from steelyard.model.layerwise import DTYPE, HiddenStates, LayerwiseModel
+from steelyard.model.activations import HiddenStates, fetched
+from steelyard.model.batch_state import Batch, Call
+from steelyard.model.layerwise import DTYPE, LayerwiseModel
 from steelyard.model.placeholders import places_in, replaced
 from steelyard.model.precision import computing_in
 from steelyard.model.straight_through import straight_through_inputs
@@ -103,7 +104,7 @@ class LayerGradients:
         """
         sequence = self.model.sequence
         batches = [sample.batch() for sample in samples]
-        stored: list[torch.Tensor | None] = [None] * len(batches)
+        sequence.held = held
         for sample in samples:
             sample.outputs.clear()
         for index in range(len(sequence)):
@@ -116,13 +117,10 @@ class LayerGradients:
                     for i, output in zip(called, outputs, strict=True):
                         sample, batch = samples[i], batches[i]
                         sample.calls[index] = batch.calls[index]
-                        if isinstance(output, torch.Tensor):
-                            free = None if every else stored[i]
-                            kept = any(each is free for each in batch.outputs.values())
-                            stored[i] = output = held.put(output, None if kept else free)
                         sequence.put(index, batch, output)
                         if every:
-                            sample.outputs[index] = output
+                            output = batch.outputs.get(index, output)
+                            sample.outputs[index] = sequence.stored(output)
             advance(1 / len(sequence))
         for sample, batch in zip(samples, batches, strict=True):
             sample.outputs |= batch.outputs
@@ -284,5 +282,5 @@ def _reduced(wanted: Sequence[Wanted], found: Sequence[torch.Tensor | None]) -> 
 def _leaf(value: Any) -> Any:
     """Return a tensor that gradients end at."""
     if isinstance(value, torch.Tensor) and value.is_floating_point():
-        return value.detach().requires_grad_()
+        return fetched(value).detach().requires_grad_()
     return value

@@ -1,23 +1,19 @@
 """Runs a model over all samples in fp32, with one decoder layer in memory at a time.
 
-The hidden states of all samples take tokens x hidden size x 4 bytes. They are held in memory or,
-beyond a limit, in memory-mapped files. A narrower type than fp32 would add rounding errors of its
-own to those of the quantization.
+A narrower type than fp32 would add rounding errors of its own to those of the quantization.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from steelyard.errors import NonFiniteError, PipelineError
+from steelyard.model.activations import HiddenStates, fetched
 from steelyard.model.blocks import Batch, LayerSequence
 from steelyard.model.cost import Costs
 from steelyard.model.inputs import output_head
@@ -25,7 +21,7 @@ from steelyard.model.placeholders import first_tensor, replaced
 from steelyard.model.precision import computing_in
 from steelyard.model.source import Source
 
-__all__ = ["DTYPE", "HiddenStates", "LayerwiseModel", "default_memory"]
+__all__ = ["DTYPE", "LayerwiseModel", "default_memory"]
 
 DTYPE = torch.float32
 
@@ -33,54 +29,6 @@ DTYPE = torch.float32
 def default_memory() -> int:
     """Return a quarter of the machine's memory, in bytes."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
-
-
-class HiddenStates:
-    """Storage for hidden states: memory, or temporary files that are removed on exit.
-
-    nbytes: total size of all hidden states; those of towers are not known in advance
-    memory: limit in bytes; beyond it, all go to files in TMPDIR, or all further ones
-    """
-
-    def __init__(self, nbytes: int, memory: int) -> None:
-        self.spilled = nbytes > memory
-        self._memory = memory
-        self._held = 0
-        self._stack = contextlib.ExitStack()
-        self._files = 0
-
-    def __enter__(self) -> HiddenStates:
-        return self
-
-    @cached_property
-    def _folder(self) -> Path:
-        return Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
-
-    def __exit__(self, *exc: object) -> None:
-        self._stack.close()
-
-    def beside(self) -> HiddenStates:
-        """Return storage for another model under the same limit; it ends on its own."""
-        other = HiddenStates(0, self._memory)
-        other.spilled, other._held = self.spilled, self._held
-        return other
-
-    def put(self, hidden: torch.Tensor, free: torch.Tensor | None) -> torch.Tensor:
-        """Store hidden states, and return the stored tensor.
-
-        free: stored ones of the same batch that are no longer needed
-        """
-        if not self.spilled:
-            self._held += hidden.nbytes - (0 if free is None else free.nbytes)
-            self.spilled = self._held > self._memory
-        if not self.spilled:
-            return hidden
-        if free is not None and free.shape == hidden.shape and free.untyped_storage().filename:
-            return free.copy_(hidden)
-        path = self._folder / str(self._files)
-        self._files += 1
-        mapped = torch.from_file(str(path), shared=True, size=hidden.numel(), dtype=hidden.dtype)
-        return mapped.view(hidden.shape).copy_(hidden)
 
 
 class LayerwiseModel:
@@ -131,7 +79,7 @@ class LayerwiseModel:
         advance: called after each step, with its cost and its place
         """
         sequence, source = self.sequence, self.source
-        stored: list[torch.Tensor | None] = [None] * len(batches)
+        sequence.held = held
         for index, layer in enumerate(sequence.layers):
             where = f"{self.role} model, layer {index + 1} of {len(sequence)}"
             with sequence, self._layer_errors():
@@ -144,15 +92,12 @@ class LayerwiseModel:
                 computing_in(layer.module, DTYPE),
             ):
                 advance(costs.loading(index), where)
-                for number, batch in enumerate(batches):
+                for batch in batches:
                     if index in batch.calls:
                         with torch.no_grad():
-                            sequence.put(index, batch, sequence.run(index, batch))
-                        output = batch.outputs[index]
+                            output = sequence.run(index, batch)
                         self._check(first_tensor(output), f"the output of {layer.name}")
-                        if isinstance(output, torch.Tensor):
-                            free = _unless_in(batch.outputs, stored[number])
-                            stored[number] = batch.outputs[index] = held.put(output, free)
+                        sequence.put(index, batch, output)
                     advance(costs.layer(index, batch.inputs["input_ids"].numel()), where)
                 yield index
 
@@ -204,7 +149,7 @@ class LayerwiseModel:
         if set(batch.inputs) != {"input_ids"}:
             with self._head_on(positions):
                 return self._finished(batch.inputs, batch.outputs)
-        outputs = replaced(batch.outputs, lambda value: value[:, positions])
+        outputs = replaced(batch.outputs, lambda value: fetched(value)[:, positions])
         inputs = {name: tensor[:, positions] for name, tensor in batch.inputs.items()}
         return self._finished(inputs, outputs)
 
@@ -257,8 +202,3 @@ class LayerwiseModel:
                 f"{verb} not finite. Look for a scale there that is missing, zero or NaN, and "
                 "quantize the model again"
             )
-
-
-def _unless_in(outputs: dict[int, Any], tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a stored tensor, unless it is still an output that is needed."""
-    return None if any(each is tensor for each in outputs.values()) else tensor

@@ -1,7 +1,8 @@
-"""Holds modules in memory that compressed-tensors has offloaded.
+"""Holds modules in memory that compressed-tensors or accelerate has offloaded.
 
 An offloaded module reads its tensors anew at each access, so that a change in place is lost, and
 its forward is wrapped. For the time that a block is worked on, its modules are ordinary ones.
+What accelerate has offloaded, compressed-tensors takes over first: to the same devices and files.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 from torch.nn import Module
 
-__all__ = ["onloaded"]
+__all__ = ["onloaded", "take_over"]
 
 
 @contextlib.contextmanager
@@ -38,3 +39,18 @@ def onloaded(module: Module, without: Module | None = None) -> Iterator[None]:
     finally:
         for each, kwargs in settings.items():
             offload_module(each, **kwargs)
+
+
+def take_over(model: Module) -> None:
+    """Let compressed-tensors offload what accelerate has offloaded, as with `device_map`."""
+    hooks = [hook for m in model.modules() if (hook := getattr(m, "_hf_hook", None)) is not None]
+    if not any(getattr(hook, "offload", False) for hook in hooks):
+        return
+    from accelerate.utils import OffloadedWeightsLoader
+    from compressed_tensors.offload.convert import from_accelerate
+
+    for hook in hooks:
+        weights: Any = getattr(hook, "weights_map", None)
+        if isinstance(getattr(weights, "dataset", None), dict):  # of accelerate's `cpu_offload`
+            weights.dataset = OffloadedWeightsLoader(state_dict=weights.dataset)
+    from_accelerate(model)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +25,11 @@ __all__ = [
     "forward_dtype",
     "return_memory",
     "rounded_once",
+    "speed",
 ]
+
+_CLEAR = 1.5  # times faster; below, a busy machine could measure otherwise next time
+_ROWS, _WIDTH = 64, 512  # of the matrices to measure with
 
 FORWARDS = ("auto", "fp32", "stored")
 """Values of STEELYARD_FORWARD."""
@@ -139,8 +145,9 @@ class Forward:
 def forward_dtype(stored: torch.dtype, device: torch.device, compares: bool = False) -> Forward:
     """Choose the type of the forward pass: that of the weights, or fp32 if it is faster or needed.
 
-    The flags of the processor decide, not a measurement, so that every run on a machine decides
-    alike. The environment variable STEELYARD_FORWARD forces `fp32`, or `stored`.
+    On a CPU, a measured product of two matrices decides if one type is clearly faster, else the
+    flags of the processor: so every run on a machine decides alike, whatever else it does. The
+    environment variable STEELYARD_FORWARD forces `fp32`, or `stored`.
 
     compares: whether an algorithm compares outputs of a block, whose differences are small
     """
@@ -156,9 +163,10 @@ def forward_dtype(stored: torch.dtype, device: torch.device, compares: bool = Fa
     elif compares:
         wide, reason = True, "since an algorithm compares outputs"
     else:
-        flag = _multiplies_bf16() if stored == torch.bfloat16 else None
-        wide = flag is None
+        flag, gain = _multiplies_bf16() if stored == torch.bfloat16 else None, speed(stored)
+        wide = gain < 1 if max(gain, 1 / gain) >= _CLEAR else flag is None
         slow, fast = f"since this CPU is slow in {name}", f"which this CPU multiplies ({flag})"
+        fast = f"which this CPU multiplies {_CLEAR:g} times faster" if flag is None else fast
         reason = slow if wide else fast
     return Forward(wide, f"batches are computed in {'float32' if wide else name}, {reason}")
 
@@ -170,6 +178,23 @@ def _multiplies_bf16() -> str | None:
         if getattr(torch.cpu, f"_is_{flag}_supported", lambda: False)():
             return flag
     return None
+
+
+@functools.cache
+def speed(stored: torch.dtype) -> float:
+    """Return how many times faster this CPU multiplies matrices in a type than in fp32.
+
+    Measured once, in some ten milliseconds; the best of several tries, which other processes
+    disturb least.
+    """
+    seconds: dict[torch.dtype, float] = {}
+    for dtype in (stored, torch.float32) * 6:  # in turns, so that both have the same neighbours
+        x, weight = torch.ones(_ROWS, _WIDTH, dtype=dtype), torch.ones(_WIDTH, _WIDTH, dtype=dtype)
+        started = time.perf_counter()
+        torch.nn.functional.linear(x, weight)
+        taken = time.perf_counter() - started
+        seconds[dtype] = min(taken, seconds.get(dtype, taken))
+    return seconds[torch.float32] / seconds[stored]
 
 
 def return_memory() -> None:

@@ -23,7 +23,7 @@ from steelyard.model.file_modules import FilesModel
 from steelyard.model.matching import name_as_files
 from steelyard.model.model_class import ModelClass, NoModelClass
 from steelyard.model.model_folder import model_folder
-from steelyard.model.onloading import onloaded
+from steelyard.model.onloading import onloaded, take_over
 from steelyard.model.placement import Placement, module_device
 from steelyard.model.restoring import restored_on_error
 from steelyard.model.skeleton import build_skeleton, parts_of
@@ -78,6 +78,7 @@ class Source:
         """Open a folder, a name on the hub, or a loaded module."""
         if isinstance(model, Module):
             _check_module(model)
+            take_over(model)
             files = files_of(model)
             return cls(model, None, written_names(model, files), loaded_from=files)
         folder = model_folder(model, revision)

@@ -116,16 +116,20 @@ class HessianSum:
 
     def totals(self) -> list[torch.Tensor]:
         """Return the slabs of the sum over all tokens, after the last input."""
-        found = [slab.total() for slab in self.slabs]
+        found = self._totals(self.slabs)
         if self.drifts:
-            found = [odd + even.total() for odd, even in zip(found, self._even, strict=True)]
+            found = [odd + even for odd, even in zip(found, self._totals(self._even), strict=True)]
         return found
+
+    def _totals(self, slabs: Iterable[FixedOrderSum]) -> list[torch.Tensor]:
+        """Return sums on the device; those of several ranks are in host memory."""
+        return [slab.total().to(self.device) for slab in slabs]
 
     def diagonal(self) -> torch.Tensor:
         """Return the diagonal of the matrix, after the last input."""
         if self._whole is not None:
             return self._whole.diagonal().clone()
-        found = torch.cat([slab.diagonal() for slab in self.totals()]).to(self.device)
+        found = torch.cat([slab.diagonal() for slab in self.totals()])
         if self.prior is not None:
             found += torch.cat([slab.diagonal() for slab in self.prior.slabs])
         return found
@@ -137,7 +141,7 @@ class HessianSum:
             if self.prior is not None:
                 for slab, prior in zip(slabs, self.prior.slabs, strict=True):
                     slab.add_(prior)
-            self._whole = symmetric(slabs).to(self.device)
+            self._whole = symmetric(slabs)
             self.slabs.clear()
             self._even.clear()
         return self._whole
@@ -146,11 +150,8 @@ class HessianSum:
         """Return Hessians and drifts of even and odd batches; None without drift."""
         if not self.drifts:
             return None
-        even, odd = (
-            symmetric([slab.total() for slab in slabs]).to(self.device)
-            for slabs in (self._even, self.slabs)
-        )
-        drifts = [torch.cat([slab.total() for slab in half]) for half in self._drift]
+        even, odd = (symmetric(self._totals(slabs)) for slabs in (self._even, self.slabs))
+        drifts = [torch.cat(self._totals(half)) for half in self._drift]
         return (even, odd), (drifts[0], drifts[1])
 
     def fit(self, dampening_frac: float, rows: int, held_out: bool = False) -> None:

@@ -19,20 +19,20 @@ from torch.nn import Embedding, Linear, Module, MultiheadAttention
 from steelyard.errors import PlanError
 from steelyard.formats import TensorSpec, expected_tensors
 from steelyard.formats.served_rotation import ServedRotation
-from steelyard.model.attention import attention_group, cached_attention
+from steelyard.model.activations import Room
 from steelyard.model.matching import is_named, is_router
 from steelyard.model.precision import Forward
 from steelyard.modifiers import Modifier
 from steelyard.names import WEIGHT_OBSERVER
 from steelyard.observers import Observer
 from steelyard.plan.claims import (
-    Claim,
     claims_of,
     cross_claims,
     merged_config,
     refuse_slow_patterns,
 )
 from steelyard.plan.plan_text import plan_text
+from steelyard.plan.planned_attention import attention_modifier, attention_modules
 from steelyard.plan.problems import errors_of, warnings_of
 from steelyard.plan.tied_weights import TiedHeads
 from steelyard.words import count
@@ -104,6 +104,11 @@ class Plan:
     served: list[ServedRotation] = field(default_factory=list)  # rotations at run time
     route: str = ""  # how calibration data runs through the model, if there is any
     forward: Forward = field(default_factory=Forward)  # the type that batches are computed in
+    room: Room = field(default_factory=Room)  # for hidden states
+    hidden_bytes: int = 0  # of the hidden states of all samples, at most
+    device_memory: int = 0  # bytes, estimated at most; 0 on a CPU
+    through: Any = None  # where a stream quantizes weights, as `engine.stream_device` measured
+    placing: list[str] = field(default_factory=list)  # what is on the device, as sentences
 
     @property
     def output_bytes(self) -> int:
@@ -132,7 +137,8 @@ class Plan:
         outside = sum(left.nbytes for left in self.left) + self.small_bytes
         most = inside * max(self.layers, 1) + outside if self.whole else max(inside, outside)
         weights = most * (3 if self.tokens else 1)
-        return weights + 4 * self.tokens * self.hidden + self.state_bytes + self.waiting
+        states = min(4 * self.tokens * self.hidden, self.room.host)
+        return weights + states + self.state_bytes + self.waiting
 
     def require(self) -> None:
         """Raise if the plan has errors."""
@@ -197,8 +203,8 @@ def make_plan(
     plan.untied = tied.untied(plan)
     plan.config = merged_config(model, claims, {p.name: p.group for p in plan.quantized})
     if plan.config.kv_cache_scheme is not None or plan.config.config_groups:
-        plan.attention = _attention_modules(model, plan.config)
-        plan.attention_modifier = _attention_modifier(claims)
+        plan.attention = attention_modules(model, plan.config)
+        plan.attention_modifier = attention_modifier(claims)
     taken_names = {p.name for p in plan.quantized} | {left.name for left in plan.left}
     for name, parameter in model.named_parameters():
         nbytes = _bytes(parameter.dtype, tuple(parameter.shape))
@@ -210,18 +216,6 @@ def make_plan(
     plan.errors += errors_of(plan, model, claims, modifiers)
     plan.warnings += warnings_of(plan, model, claims, modifiers)
     return plan
-
-
-def _attention_modifier(claims: Sequence[Claim]) -> int:
-    """Return the index of the modifier that quantizes attention states."""
-    caching = [c for c in claims if c.config.kv_cache_scheme is not None]
-    targeting = [
-        c
-        for c in claims
-        for scheme in c.groups.values()
-        if scheme.weights is None and scheme.input_activations is not None
-    ]
-    return next((c.modifier for c in [*caching, *targeting, *claims]), 0)
 
 
 def _left(
@@ -257,15 +251,6 @@ def _uncalled(model: Any) -> set[Module]:
     """Return the layers inside torch's own attention, which reads their weights only."""
     attention = [m for m in model.modules() if isinstance(m, MultiheadAttention)]
     return {child for each in attention for child in each.children()}
-
-
-def _attention_modules(model: Any, config: QuantizationConfig) -> list[str]:
-    return [
-        name
-        for name, module in cached_attention(model).items()
-        if config.kv_cache_scheme is not None
-        or attention_group(model, config, name, module) is not None
-    ]
 
 
 def search_time(planned: Planned) -> float:

@@ -45,6 +45,7 @@ def plan_text(plan: Plan) -> str:
         lines.append(f"will not quantize: {shown} ({reason})")
     if plan.samples and plan.forward.reason:
         lines.append(plan.forward.reason)
+    lines += plan.placing
     facts = list(_facts(plan))
     lines += table_lines(facts[0], facts[1:], left=(0, 1)) if facts else []
     lines += [f"warning: {warning}" for warning in plan.warnings]
