@@ -52,7 +52,7 @@ def attach_rotations(model: Any, rotation: ServedRotation, rotation_of: Rotation
 def _on_input(rotation: Rotation) -> Callable[..., Any]:
     # modules that are called with one tensor get one rotated tensor, even if other batches run
     # between their calls
-    made = WeakTensorKeyDictionary()
+    made: Any = WeakTensorKeyDictionary()
 
     def rotated(_: Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         x = args[0]
