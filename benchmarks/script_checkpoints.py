@@ -85,12 +85,7 @@ def main() -> None:
             if all(found["finished"].values()):
                 found |= compared(*(tensors(Path(place) / side) for side in ("ours", "peer")))
         results.append(found)
-        same = (
-            "not compared"
-            if "different" not in found
-            else count(len(found["different"]), "difference")
-        )
-        print(f"{name}: {same} {found.get('equal bytes', found['finished'])}", flush=True)
+        print(name, {k: v for k, v in found.items() if k != "script"}, flush=True)
     if options.json is not None:
         packages = ("llmcompressor", "compressed-tensors", "torch")
         versions = {each: version(each) for each in packages}
