@@ -376,7 +376,7 @@ def script_checkpoints_table(found: dict) -> str:
         f"The included model; llm-compressor {versions['llmcompressor']}, compressed-tensors "
         f"{versions['compressed-tensors']}, transformers {versions['transformers']}.",
         "",
-        "| script | tensors | other name, type or shape | equal bytes of what is quantized |",
+        "| script | tensors | other name, type or shape | equal bytes, by kind of tensor |",
         "|---|---|---|---|",
     ]
     for r in found["results"]:

@@ -16,7 +16,7 @@ import torch
 from steelyard.errors import DataError
 from steelyard.foreign import printable
 
-__all__ = ["Inputs", "has_features", "model_inputs", "num_tokens"]
+__all__ = ["TOKENS", "Inputs", "has_features", "model_inputs", "num_tokens"]
 
 Inputs = dict[str, torch.Tensor]
 """Arguments of a model's forward, by name."""

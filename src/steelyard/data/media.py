@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from steelyard.data.chat import ChatRenderer
-from steelyard.data.mappings import Inputs, model_inputs
+from steelyard.data.mappings import TOKENS, Inputs, model_inputs
 from steelyard.errors import DataError
 from steelyard.foreign import reason_of
 
@@ -74,10 +74,12 @@ class MediaReader:
         return found
 
     def features(self, row: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """Return the same for a collator: lists of one item are that item."""
+        """Return the same for a collator: token ids, and lists of one item, without batch."""
         made = self._made(row, where)
-        one = {name for name, value in made.items() if isinstance(value, list) and len(value) == 1}
-        return {name: value[0] if name in one else value for name, value in made.items()}
+        single = {
+            n for n, v in made.items() if (isinstance(v, list) or n in TOKENS) and len(v) == 1
+        }
+        return {name: value[0] if name in single else value for name, value in made.items()}
 
     def _made(self, row: Mapping[str, Any], where: str, **more: Any) -> Any:
         given = _media(row)
