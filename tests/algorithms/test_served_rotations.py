@@ -141,7 +141,7 @@ def test_modules_share_a_rotated_input_whatever_runs_between_them() -> None:
             module(x)
     for one, other, x in zip(seen["q"], seen["k"], batches, strict=True):
         assert one is other
-        torch.testing.assert_close(one, made_rotation(rotation, 16).rotate(x))
+        torch.testing.assert_close(one, made_rotation(rotation, 16).rotate(x).to(x.dtype))
 
 
 def test_gptq_of_several_batches_after_quip(model: Path, tmp_path: Path) -> None:

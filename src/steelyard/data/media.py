@@ -76,9 +76,8 @@ class MediaReader:
     def features(self, row: Mapping[str, Any], where: str) -> dict[str, Any]:
         """Return the same for a collator: token ids, and lists of one item, without batch."""
         made = self._made(row, where)
-        single = {
-            n for n, v in made.items() if (isinstance(v, list) or n in TOKENS) and len(v) == 1
-        }
+        listed = {name for name, value in made.items() if isinstance(value, list)}
+        single = {name for name in listed.union(TOKENS) & made.keys() if len(made[name]) == 1}
         return {name: value[0] if name in single else value for name, value in made.items()}
 
     def _made(self, row: Mapping[str, Any], where: str, **more: Any) -> Any:
