@@ -388,7 +388,29 @@ def _above(before: list[float] | None, after: list[float] | None) -> str:
     return f"{mean:+.4f} ± {error:.4f}"
 
 
+def script_checkpoints_table(found: dict) -> str:
+    versions = found["versions"]
+    lines = [
+        f"The included model; llm-compressor {versions['llmcompressor']}, compressed-tensors "
+        f"{versions['compressed-tensors']}, transformers {versions['transformers']}.",
+        "",
+        "| script | tensors | other name, type or shape | equal bytes, by kind of tensor |",
+        "|---|---|---|---|",
+    ]
+    for r in found["results"]:
+        if "equal bytes" not in r:
+            failed = " and ".join(SIDES[side] for side, ended in r["finished"].items() if not ended)
+            lines.append(f"| {r['script']} | not compared: fails with {failed} | | |")
+            continue
+        shares = (f"{k} {v:.2%}" for k, v in r["equal bytes"].items() if k != "weight_shape")
+        lines.append(
+            f"| {r['script']} | {r['tensors']} | {len(r['different'])} | {', '.join(shares)} |"
+        )
+    return "\n".join(lines)
+
+
 TABLES = {
+    "script-checkpoints": script_checkpoints_table,
     "activations": activations_table,
     "activation-speed": activation_speed_table,
     "transforms": transforms_table,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -15,8 +16,10 @@ from steelyard.model.untying import tied_heads, untie
 
 __all__ = [
     "dispatch_for_generation",
+    "get_local_gpu_group_size",
     "get_main_device",
     "get_rank_partition",
+    "init_gpu_group_dist",
     "linearize_moe",
     "load_context",
     "load_quantizable_moe",
@@ -27,7 +30,7 @@ __all__ = [
     "untie_word_embeddings",
 ]
 
-_ON_DEVICE = "auto_offload"  # a device map that only llm-compressor's loader knows
+_IN_HOST_MEMORY = ("auto_offload", "cpu")  # the first is known to llm-compressor's loader alone
 _DATA = "pass the dataset to oneshot, which tokenizes and batches it"
 
 MISSING = {
@@ -46,6 +49,8 @@ MISSING = {
 }
 """Name of llm-compressor -> what to do instead."""
 
+_OF_TRANSFORMERS = ("DeepseekV32ForCausalLM",)  # classes that llm-compressor has of its own
+
 
 @contextlib.contextmanager
 def load_context(model_cls: Any = None) -> Iterator[None]:
@@ -59,7 +64,7 @@ def load_context(model_cls: Any = None) -> Iterator[None]:
     load = model_cls.from_pretrained
 
     def from_pretrained(*args: Any, **options: Any) -> Any:
-        if options.get("device_map") == _ON_DEVICE:
+        if options.get("device_map") in _IN_HOST_MEMORY:
             del options["device_map"]
         return load(*args, **options)
 
@@ -117,6 +122,19 @@ def get_main_device() -> torch.device:
     return torch.device(kind.type, dist.get_rank() if dist.is_initialized() else 0)
 
 
+def get_local_gpu_group_size() -> int:
+    """Return 1: a rank computes on one accelerator."""
+    return 1
+
+
+def init_gpu_group_dist(gpus_per_group: int | None = None) -> tuple[int, int, int]:
+    """Join the ranks of torchrun; return this rank, their number, and the accelerator's index."""
+    from compressed_tensors.offload import init_dist
+
+    init_dist()
+    return dist.get_rank(), dist.get_world_size(), int(os.environ["LOCAL_RANK"])
+
+
 def get_rank_partition(split: str, num_samples: int) -> str:
     """Return the slice of a split that belongs to this rank.
 
@@ -138,7 +156,11 @@ def untie_word_embeddings(model: Any) -> None:
         parameter.data = untied.weight.detach().clone()
 
 
-def __getattr__(name: str) -> NoReturn:
+def __getattr__(name: str) -> Any:
+    if name in _OF_TRANSFORMERS:
+        import transformers
+
+        return getattr(transformers, name)
     if name in MISSING:
         raise ImportError(f"steelyard has no {name}: {MISSING[name]}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

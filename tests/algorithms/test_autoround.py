@@ -228,7 +228,6 @@ def test_defaults_are_those_of_llm_compressor() -> None:
     [
         ("iters: -1", "iters"),
         ("lr: 0", "lr"),
-        ("device_ids: '0,1'", "oneshot\\(device=...\\) chooses the device; remove the option"),
         ("disable_opt_rtn: true", "tuning starts from GPTQ's codes"),
         ("nblocks: 2", "nblocks"),
     ],

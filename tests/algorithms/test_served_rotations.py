@@ -23,6 +23,7 @@ from steelyard import oneshot
 from steelyard.cli.app import run as steelyard
 from steelyard.errors import CheckpointError, PlanError, RecipeError
 from steelyard.evaluate import evaluate
+from steelyard.model.served_hooks import attach_rotations, made_rotation
 from steelyard.modifiers import GPTQModifier, QuantizationModifier
 from steelyard.recipes import load_recipe
 
@@ -124,6 +125,32 @@ def test_calibration_sees_rotated_inputs(last: Any, model: Path, tmp_path: Path)
     expected = logits(model)
     rotated, plain = (distance(logits(tmp_path / n), expected) for n in ("q", "plain"))
     assert rotated < plain
+
+
+def test_modules_share_a_rotated_input_whatever_runs_between_them() -> None:
+    """As in GPTQ, which solves q, k and v of all batches before any batch goes on."""
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(16, 16) for name in "qk"})
+    (rotation,) = QuIPModifier(rotations=["v"], transform_block_size=16).served_rotations()
+    attach_rotations(model, rotation, made_rotation)
+    seen: dict[str, list[torch.Tensor]] = {"q": [], "k": []}
+    for name, module in model.items():
+        module.register_forward_pre_hook(lambda _, args, name=name: seen[name].append(args[0]))
+    batches = [torch.randn(2, 16), torch.randn(2, 16)]
+    for module in model.values():
+        for x in batches:
+            module(x)
+    for one, other, x in zip(seen["q"], seen["k"], batches, strict=True):
+        assert one is other
+        torch.testing.assert_close(one, made_rotation(rotation, 16).rotate(x).to(x.dtype))
+
+
+def test_gptq_of_several_batches_after_quip(model: Path, tmp_path: Path) -> None:
+    """The weights, rotated back, are those of the model within rounding."""
+    quip = QuIPModifier(rotations=["v"])
+    gptq = GPTQModifier(config_groups=GROUPS, ignore=["lm_head"])
+    result = oneshot(model, [quip, gptq], samples(), tmp_path / "q")
+    assert len(result.modules) == 14
+    assert evaluate(model, tmp_path / "q", samples()).kl_divergence < 1e-3
 
 
 def test_a_stopped_run_resumes_to_the_same_bytes(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from sample_rows import rows, take, unused
 from torch.testing import assert_close
+from transformers import default_data_collator
 
 from steelyard.data.mappings import Inputs, model_inputs, num_tokens
 from steelyard.errors import DataError
@@ -38,11 +39,17 @@ def test_token_ids_alone_are_batched_as_ever() -> None:
     assert rows(samples) == [[5, 6], [7, 8]] and len(samples.batches) == 1
 
 
-def test_a_sample_without_batch_dimension_gets_one_where_nothing_is_ambiguous() -> None:
-    (found,) = taken([{"input_ids": [5, 6], "labels": [6, 7]}])
-    assert_close(found, {"input_ids": torch.tensor([[5, 6]]), "labels": torch.tensor([[6, 7]])})
-    with pytest.raises(DataError, match=r"input_ids \(2,\) and pixel_values \(3, 4, 4\)"):
-        taken([{"input_ids": [5, 6], "pixel_values": PIXELS[0]}])
+def test_a_row_whose_token_ids_have_no_batch_dimension_gets_one() -> None:
+    """As transformers' default collator does; its output is the oracle."""
+    data = [
+        {"input_ids": [5, 6], "labels": [6, 7]},
+        {"input_ids": [5, 6], "pixel_values": PIXELS[0]},
+        {"decoder_input_ids": [5, 6], "input_features": np.ones((4, 9), dtype=np.float32)},
+    ]
+    for found, row in zip(taken(data, shuffle=False), data, strict=True):
+        assert_close(found, default_data_collator([row]))
+    with pytest.raises(DataError, match=r"input_ids has shape \(1, 1, 2\)"):
+        taken([{"input_ids": [[[5, 6]]], "labels": [[6, 7]]}])
 
 
 def test_a_collator_makes_samples_of_batch_size_rows() -> None:
@@ -69,6 +76,12 @@ def test_token_ids_of_mappings_are_checked() -> None:
 def test_ragged_lists_are_refused() -> None:
     with pytest.raises(DataError, match="labels must be numbers in rows of equal length"):
         model_inputs({"input_ids": IDS, "labels": [[1, 2], [3]]}, "sample 0")
+
+
+def test_only_tokens_of_the_loss_mask_are_counted() -> None:
+    inputs = {"input_ids": IDS, "loss_mask": torch.tensor([[0, 1, 1]])}
+    assert num_tokens(inputs) == 2
+    assert num_tokens({**inputs, "attention_mask": torch.tensor([[1, 1, 0]])}) == 1
 
 
 def test_tokens_are_counted_without_padding() -> None:

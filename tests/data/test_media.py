@@ -8,6 +8,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+import transformers
 from processors import llava, picture, whisper
 from sample_rows import take, unused
 from torch.testing import assert_close
@@ -22,6 +23,17 @@ def taken(dataset: Any, processor: Any, **options: Any) -> list[Inputs]:
 
 def expected(text: str) -> Inputs:
     return dict(llava()(text=[text], images=[picture()], return_tensors="pt"))
+
+
+def test_a_collator_of_a_known_dataset_gets_the_output_of_the_processor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    row = {"image": picture(), "caption": ["w7", "w8"]}
+    loaded = datasets.Dataset.from_list([row])
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **options: loaded)
+    (plain,) = taken("flickr30k", llava())
+    (found,) = taken("flickr30k", llava(), data_collator=transformers.default_data_collator)
+    assert_close(found, plain)
 
 
 CONTENT = [{"type": "image"}, {"type": "text", "text": "w7 w8"}]

@@ -33,6 +33,9 @@ EXPECTED = {
         "mixed-precision",
         {"weight_packed", "weight_shape"} | SCALES,
     ),
+    "smoothing, then gptq": ("int-quantized", {"weight"} | SCALES),
+    "importance of inputs": ("pack-quantized", {"weight_packed", "weight_shape"} | SCALES),
+    "min-max scales": ("pack-quantized", {"weight_packed", "weight_shape"} | SCALES),
     "from files": ("float-quantized", {"weight"} | SCALES),
 }
 

@@ -20,11 +20,15 @@ from steelyard.engine.idle_options import IDLE
 from steelyard.engine.oneshot_run import OneshotRun
 from steelyard.engine.run_options import Options
 from steelyard.errors import CalibrationWarning, DataError, PlanError
-from steelyard.modifiers import QuantizationModifier
+from steelyard.modifiers import AWQModifier, QuantizationModifier
 
 W8A8 = QuantizationModifier(scheme="W8A8", ignore=["lm_head"])
 STATIC = QuantizationModifier(scheme="FP8", ignore=["lm_head"])
 UP = "model.layers.0.mlp.up_proj"
+GROUP = {"num_bits": 4, "strategy": "group", "group_size": 32, "observer": "imatrix_mse"}
+GROUPS = {"all": {"targets": ["Linear"], "weights": GROUP}}
+IMPORTANCE = QuantizationModifier(config_groups=GROUPS, ignore=["lm_head"])
+AWQ = [AWQModifier(), IMPORTANCE]
 
 
 def test_every_argument_is_taken_by_name() -> None:
@@ -66,9 +70,9 @@ def test_idle_options_change_nothing_and_are_noted(source: Path, tmp_path: Path)
     [
         ({"config_name": "another/model"}, "from_pretrained"),
         ({"dvc_data_repository": "https://example.org/data"}, "dvc get"),
-        ({"use_loss_mask": True}, "attention_mask"),
         ({"precision": "float7"}, "float32"),
         ({"sequential_targets": ["LamaDecoderLayer"]}, "use LlamaDecoderLayer"),
+        ({"sequential_targets": ["ExpertMLPs"]}, "use LlamaDecoderLayer"),
         ({"stage": "sparsity"}, "stages"),
         ({"pipeline": "independant"}, "known: auto"),
         ({"dataset_path": "dvc://data", "dataset": "custom"}, "dvc get"),
@@ -279,6 +283,35 @@ def test_concatenated_rows_fill_samples(source: Path) -> None:
     alone = [[list(range(3, 15))]]  # too few for a whole sample
     with pytest.warns(CalibrationWarning, match="12 tokens only"):
         assert batches(source, rows[:1], max_seq_length=16, concatenate_data=True) == alone
+
+
+@pytest.mark.parametrize("recipe", [IMPORTANCE, AWQ], ids=["importance", "awq"])
+def test_only_tokens_of_the_loss_mask_count(recipe: Any) -> None:
+    """Causal attention: tokens at the end change no state before them, so they can be cut off."""
+    ids = torch.randint(3, 128, (4, 40), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[:, 25:] = 0
+    rows = [{"input_ids": a, "loss_mask": b} for a, b in zip(ids, mask, strict=True)]
+    results = []
+    for data, used in ((rows, True), (ids[:, :25], False), (ids, False)):
+        model = small_model("llama", torch.float32)
+        oneshot(model, recipe, data, use_loss_mask=used, shuffle_calibration_samples=False)
+        results.append({n: p.detach().clone() for n, p in model.named_parameters()})
+    masked, cut, whole = results
+    assert_close(masked, cut)
+    assert any(not torch.equal(masked[name], whole[name]) for name in masked)
+
+
+def test_loss_mask_must_be_there_exactly_if_it_is_used() -> None:
+    row = {"input_ids": [5, 6, 7] * 90, "loss_mask": [1, 1, 1] * 90}
+    wrong: list[tuple[Any, bool, str]] = [
+        ([row], False, "pass use_loss_mask=True, or remove the column"),
+        ([row["input_ids"]], True, "add that column"),
+        ([{**row, "loss_mask": [1, 1]}], True, r"loss_mask has shape \(1, 2\)"),
+    ]
+    for data, used, said in wrong:
+        with pytest.raises(DataError, match=said):
+            oneshot(small_model("llama"), IMPORTANCE, data, use_loss_mask=used)
 
 
 def test_built_in_text_warns(demo: Path) -> None:

@@ -149,6 +149,53 @@ oneshot(
 model.save_pretrained(OUT, save_compressed=True)
 tokenizer.save_pretrained(OUT)
 """,
+    "smoothing, then gptq": LOADED
+    + """
+from ROOT.modifiers.transform.smoothquant import SmoothQuantModifier
+
+oneshot(
+    model=model,
+    tokenizer=tokenizer,
+    dataset=rows,
+    recipe=[
+        SmoothQuantModifier(smoothing_strength=0.8),
+        GPTQModifier(targets="Linear", scheme="W8A8", ignore=["lm_head"]),
+    ],
+    max_seq_length=64,
+    num_calibration_samples=8,
+)
+model.save_pretrained(OUT, save_compressed=True)
+tokenizer.save_pretrained(OUT)
+""",
+    "importance of inputs": LOADED
+    + """
+oneshot(
+    model=model,
+    tokenizer=tokenizer,
+    dataset=rows,
+    recipe=QuantizationModifier(
+        scheme="W4A16", ignore=["lm_head"], weight_observer="imatrix_mse"
+    ),
+    max_seq_length=64,
+    num_calibration_samples=8,
+)
+model.save_pretrained(OUT)
+tokenizer.save_pretrained(OUT)
+""",
+    "min-max scales": LOADED
+    + """
+oneshot(
+    model=model,
+    recipe=QuantizationModifier(
+        targets=["Linear"],
+        scheme="W4A16",
+        ignore=["lm_head"],
+        weight_observer="memoryless_minmax",
+    ),
+)
+model.save_pretrained(OUT)
+tokenizer.save_pretrained(OUT)
+""",
     "from files": """
 from ROOT import model_free_ptq
 

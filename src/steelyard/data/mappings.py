@@ -6,6 +6,7 @@ The output of a processor goes to the model unchanged. A row with only token ids
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from steelyard.errors import DataError
 from steelyard.foreign import printable
 
-__all__ = ["Inputs", "has_features", "model_inputs", "num_tokens"]
+__all__ = ["TOKENS", "Inputs", "has_features", "model_inputs", "num_tokens"]
 
 Inputs = dict[str, torch.Tensor]
 """Arguments of a model's forward, by name."""
@@ -47,10 +48,10 @@ def has_features(row: Mapping[Any, Any]) -> bool:
 
 
 def num_tokens(inputs: Mapping[str, torch.Tensor]) -> int:
-    """Return the number of tokens of a batch, without padding; the frames of audio-only input."""
-    mask = inputs.get("attention_mask")
-    if mask is not None and mask.ndim == 2:
-        return int(mask.count_nonzero())
+    """Return the number of tokens that count; the frames of audio-only input."""
+    masks = [inputs[name] for name in ("attention_mask", "loss_mask") if name in inputs]
+    if masks and all(mask.ndim == 2 for mask in masks):
+        return int(functools.reduce(torch.logical_and, masks).count_nonzero())
     counted = next((inputs[name] for name in _COUNTED if name in inputs), None)
     if counted is not None:
         return counted.numel()
@@ -59,16 +60,14 @@ def num_tokens(inputs: Mapping[str, torch.Tensor]) -> int:
 
 
 def _batched(given: Inputs, where: str) -> Inputs:
-    """Add the batch dimension to a sample, if that is unambiguous."""
-    ids = given.get("input_ids")
+    """Add the batch dimension to a row whose token ids have none, as a default collator does."""
+    ids = given.get("input_ids", given.get("decoder_input_ids"))
     if ids is None or ids.ndim == 2:
         return given
-    other = next((name for name, value in given.items() if value.shape != ids.shape), None)
-    if ids.ndim != 1 or other is not None:
+    if ids.ndim != 1:
         raise DataError(
-            f"{where}: input_ids {tuple(ids.shape)} and {other} "
-            f"{tuple(given[other or 'input_ids'].shape)} have no common batch dimension; pass "
-            "input_ids of (1, seq), as a processor does, or a data_collator that makes them"
+            f"{where}: input_ids has shape {tuple(ids.shape)}; pass (seq), or (1, seq) as a "
+            "processor does"
         )
     return {name: value[None] for name, value in given.items()}
 

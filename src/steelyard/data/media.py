@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from steelyard.data.chat import ChatRenderer
-from steelyard.data.mappings import Inputs, model_inputs
+from steelyard.data.mappings import TOKENS, Inputs, model_inputs
 from steelyard.errors import DataError
 from steelyard.foreign import reason_of
 
@@ -64,6 +64,23 @@ class MediaReader:
 
     def inputs(self, row: Mapping[str, Any], where: str) -> Inputs:
         """Return the processor's output for a row, a batch of one."""
+        made = self._made(row, where, return_tensors="pt")
+        found = model_inputs(made, where)
+        if found is None:
+            raise DataError(
+                f"{where}: {type(self._processor).__name__} made only {', '.join(made)} of the "
+                f"sample's {', '.join(_media(row))}; use the model's own processor"
+            )
+        return found
+
+    def features(self, row: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """Return the same for a collator: token ids, and lists of one item, without batch."""
+        made = self._made(row, where)
+        listed = {name for name, value in made.items() if isinstance(value, list)}
+        single = {name for name in listed.union(TOKENS) & made.keys() if len(made[name]) == 1}
+        return {name: value[0] if name in single else value for name, value in made.items()}
+
+    def _made(self, row: Mapping[str, Any], where: str, **more: Any) -> Any:
         given = _media(row)
         text = self._text(row, where)
         options: dict[str, Any] = {} if text is None else {"text": [text]}
@@ -73,7 +90,7 @@ class MediaReader:
                 options |= {} if rate is None else {"sampling_rate": rate}
             if "images" in given:
                 given["images"] = [_picture(image) for image in given["images"]]
-            made = self._processor(**options, **given, return_tensors="pt")
+            return self._processor(**options, **given, **more)
         except (KeyboardInterrupt, SystemExit, MemoryError, DataError):
             raise
         except Exception as error:
@@ -82,13 +99,6 @@ class MediaReader:
                 f"{', '.join(given)} ({reason_of(error)}); process the data yourself, and pass "
                 "samples with the model's inputs"
             ) from error
-        found = model_inputs(made, where)
-        if found is None:
-            raise DataError(
-                f"{where}: {type(self._processor).__name__} made only {', '.join(made)} of the "
-                f"sample's {', '.join(given)}; use the model's own processor"
-            )
-        return found
 
     def _text(self, row: Mapping[str, Any], where: str) -> str | None:
         if row.get("messages") is None:

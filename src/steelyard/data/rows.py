@@ -202,7 +202,8 @@ def _known(name: str, loading: Loading, shuffle: bool, reader: RowReader) -> Row
     rows = _collection(loaded, shown)
     if known is None or reader.prepares:
         return rows
-    return mapped(rows, lambda row: known.row(row, reader.has_template))
+    texts = mapped(rows, lambda row: known.row(row, reader.has_template))
+    return mapped(texts, lambda row: reader.features(row, shown)) if reader.collates else texts
 
 
 def mapped(rows: Rows, function: Callable[[Any], Any]) -> Rows:

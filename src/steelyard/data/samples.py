@@ -115,6 +115,7 @@ def load_samples(
         processor,
         features_only,
         preprocess is not None,
+        data_collator is not None,
     )
     source = open_rows(dataset, loading or Loading(split), shuffle, reader)
     if preprocess is not None:

@@ -42,6 +42,7 @@ class RowReader:
     get_processor: called once, for the first row with images, videos or audio
     features_only: read rows without pixels or audio features as token ids, whatever else they have
     prepares:      the caller's own function turns rows into what is read here
+    collates:      the caller's own function collates rows that are tokenized or processed
     """
 
     get_tokenizer: Callable[[], PreTrainedTokenizerBase]
@@ -53,6 +54,7 @@ class RowReader:
     get_processor: Callable[[], Any] | None = None
     features_only: bool = False
     prepares: bool = False
+    collates: bool = False
 
     def has_template(self) -> bool:
         """Whether the tokenizer can render messages."""
@@ -83,6 +85,13 @@ class RowReader:
         if self.text_column != "text":  # requested by the user, so no other will do
             return (self.text_column,)
         return ("input_ids", "text", "messages")
+
+    def features(self, row: Any, where: str) -> dict[str, Any]:
+        """Return a row of text or media for a collator: tokenized, or made by the processor."""
+        if has_media(row) and self._media is not None:
+            return self._media.features(row, where)
+        ids = next(self._ids(row, where)).tolist()
+        return {"input_ids": ids, "attention_mask": [1] * len(ids)}
 
     def samples(self, row: Any, where: str) -> Iterator[Sample]:
         """Yield the samples of a row; may be empty.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from steelyard.algorithms import Algorithm, needs_data
@@ -20,7 +20,7 @@ from steelyard.engine.result import Result
 from steelyard.engine.run_options import Options
 from steelyard.engine.statistics import RunStatistics
 from steelyard.errors import CalibrationWarning, DataError, warn_caller
-from steelyard.model.inputs import check_inputs
+from steelyard.model.inputs import LOSS_MASK, check_inputs
 from steelyard.model.source import Source
 
 __all__ = ["samples_for"]
@@ -28,6 +28,10 @@ __all__ = ["samples_for"]
 DEMO_WARNING = (
     "calibrating on the built-in text, which is Python source code: scales and rounding fit that, "
     "not what the model is used for; pass data of your own for a model that you ship"
+)
+
+LOSS_MASK_NOTE = (
+    "tokens whose loss_mask is 0 are in no statistic: static ranges of activations leave them out"
 )
 
 
@@ -94,6 +98,9 @@ def samples_for(
         warn_caller(DEMO_WARNING, CalibrationWarning)
     for number, batch in enumerate(samples.batches):
         check_inputs(source.model, batch, f"batch {number}")
+        _check_loss_mask(batch, number, options.use_loss_mask)
+    if options.use_loss_mask:
+        result.notes.append(LOSS_MASK_NOTE)
     for algorithm in algorithms:
         algorithm.check_samples(samples)
     result.notes.append(samples.description)
@@ -106,3 +113,22 @@ def samples_for(
             warn_caller(few, CalibrationWarning)
     statistics.begin(source, result.source, result.recipe.text, samples)
     return samples
+
+
+def _check_loss_mask(batch: Mapping[str, Any], number: int, used: bool) -> None:
+    """Raise unless a batch has a loss_mask exactly if it is used."""
+    mask = batch.get(LOSS_MASK)
+    if mask is None and used:
+        raise DataError(
+            f"use_loss_mask=True: batch {number} has no loss_mask; add that column, with 1 for "
+            "each token that counts"
+        )
+    if mask is not None and not used:
+        raise DataError(
+            f"batch {number} has a loss_mask; pass use_loss_mask=True, or remove the column"
+        )
+    if mask is not None and mask.shape != batch["input_ids"].shape:
+        raise DataError(
+            f"batch {number}: loss_mask has shape {tuple(mask.shape)}, input_ids "
+            f"{tuple(batch['input_ids'].shape)}; pass one number for each token"
+        )

@@ -60,11 +60,6 @@ def refuse(options: Options) -> None:
             "dvc_data_repository: data is not read through dvc; run `dvc get`, and pass the file "
             "as the dataset"
         )
-    if options.use_loss_mask:
-        raise DataError(
-            "use_loss_mask=True: no algorithm here weights tokens by loss_mask; remove the option, "
-            "and mask tokens that must not count with the attention_mask"
-        )
 
 
 def _is_own(options: Options) -> bool:

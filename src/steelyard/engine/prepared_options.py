@@ -37,6 +37,9 @@ PRECISIONS = {
 """Names of types in llm-compressor."""
 
 
+_OF_LLM_COMPRESSOR = ("ExpertMLP",)  # its class of a single expert, within a layer here
+
+
 def prepared(options: Options) -> Options:
     """Return the options with the model in its precision and the folder of the stage."""
     options.check()
@@ -110,6 +113,8 @@ def target_problems(options: Options, model: Any) -> Iterator[str]:
     except PipelineError:  # the model runs as a whole
         return
     for target in targets:
+        if target in _OF_LLM_COMPRESSOR:
+            continue
         inside = (
             is_match(f"{layer.name}.{name}".rstrip("."), module, target)
             for layer in layers

@@ -31,7 +31,7 @@ from steelyard.engine.stream import Stream
 from steelyard.errors import PipelineError
 from steelyard.kernels.partial_sums import partial_sum_of
 from steelyard.model.forward_errors import WITHOUT_DATA, forward_errors
-from steelyard.model.inputs import call_options, padding_mask, without_cache
+from steelyard.model.inputs import call_options, forward_inputs, padding_mask, without_cache
 from steelyard.model.precision import computing_in
 from steelyard.model.source import Source
 from steelyard.model.stacks import Layer, model_layers
@@ -146,7 +146,7 @@ class Run:
                     forward_errors(model, "a run as a whole", WITHOUT_DATA),
                     without_padding(padding_mask(inputs)),
                 ):
-                    model(**inputs, **options)
+                    model(**forward_inputs(inputs), **options)
                 advance()
 
             forwards = [functools.partial(run, inputs) for _, inputs in mine]

@@ -117,7 +117,7 @@ class Options:
     concatenate_data: bool = False
     """Join the tokens of all rows, and cut them into samples of `max_seq_length`."""
     use_loss_mask: bool = False
-    """Refused: no algorithm here weights tokens by the column `loss_mask`."""
+    """Keep tokens whose `loss_mask` is 0 out of all statistics; each row needs that column."""
     sequential_targets: str | Sequence[str] | None = None
     """Modules that run one after another. Always whole decoder layers: a target must match them, or
     modules inside them."""

@@ -59,7 +59,12 @@ def tuned(
         padding=flow.padding,
         advance=flow.advance,
     )
-    with computing_in(part.root, dtype, without=modules.values()):
+    weighed = [each for each in modules.values() if "weight" in each._parameters]
+    others = [each for each in modules.values() if each not in weighed]  # scales of a KV cache
+    with contextlib.ExitStack() as casts:
+        casts.enter_context(computing_in(part.root, dtype, without=modules.values()))
+        for each in others:
+            casts.enter_context(computing_in(each, dtype, scales=True, without=weighed))
         return solver.tune(block, modules, found)
 
 

@@ -28,7 +28,13 @@ from steelyard.model.activations import HiddenStates, fetched
 from steelyard.model.batch_state import Batch, Call
 from steelyard.model.early_stop import StopForward
 from steelyard.model.forward_errors import WITHOUT_DATA, forward_errors
-from steelyard.model.inputs import call_options, hidden_of, padding_of, without_cache
+from steelyard.model.inputs import (
+    call_options,
+    forward_inputs,
+    hidden_of,
+    padding_of,
+    without_cache,
+)
 from steelyard.model.placeholders import (
     Ref,
     Structure,
@@ -166,7 +172,7 @@ class LayerSequence:
             token = self._replay.set(replay)
             try:
                 with forward_errors(self.model, where, AS_A_WHOLE, passing=Touched):
-                    output = self.model(**batch.inputs, **self._options)
+                    output = self.model(**forward_inputs(batch.inputs), **self._options)
                 batch.waiting = None
                 return output
             except Touched as stop:

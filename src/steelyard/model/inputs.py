@@ -13,9 +13,11 @@ from steelyard.errors import DataError, nearest
 from steelyard.model.placeholders import Ref
 
 __all__ = [
+    "LOSS_MASK",
     "accepted_inputs",
     "call_options",
     "check_inputs",
+    "forward_inputs",
     "hidden_of",
     "input_embedding",
     "output_head",
@@ -25,6 +27,7 @@ __all__ = [
 ]
 
 _MASKS = ("attention_mask", "decoder_attention_mask")
+LOSS_MASK = "loss_mask"  # tokens that run, but do not count
 _REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -40,7 +43,7 @@ def check_inputs(model: Any, inputs: Mapping[str, torch.Tensor], where: str) -> 
     where: the sample, for messages
     """
     accepted, kind = accepted_inputs(model), type(model).__name__
-    for name in inputs:
+    for name in forward_inputs(inputs):
         if name not in accepted:
             raise DataError(
                 f"{where}: the forward of {kind} does not accept {name} "
@@ -62,6 +65,11 @@ def _parameters(module: Any) -> dict[str, inspect.Parameter]:
 def call_options(model: Any) -> dict[str, Any]:
     """Return the options that every call of the model gets."""
     return {"use_cache": False} if "use_cache" in _parameters(model) else {}
+
+
+def forward_inputs(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the inputs that go to the model's forward."""
+    return {name: value for name, value in inputs.items() if name != LOSS_MASK}
 
 
 @contextlib.contextmanager
@@ -106,15 +114,21 @@ def hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 def padding_mask(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-    """Return the padding mask of a model's input; None without padding."""
+    """Return the mask of tokens that count in a model's input; None if all do."""
     masks = [inputs[name] for name in _MASKS if name in inputs and not bool(inputs[name].all())]
-    return masks[0] if masks else None
+    return _counted(inputs, masks[0] if masks else None)
 
 
 def padding_of(inputs: Mapping[str, torch.Tensor], hidden: torch.Tensor) -> torch.Tensor | None:
-    """Return the padding mask of hidden states, (batch, seq); None without one."""
-    for name in _MASKS:
-        mask = inputs.get(name)
-        if mask is not None and mask.shape == hidden.shape[:2]:
-            return mask
-    return None
+    """Return the mask of hidden states that count, (batch, seq); None without one."""
+    shape = hidden.shape[:2]
+    mask = next((inputs[n] for n in _MASKS if n in inputs and inputs[n].shape == shape), None)
+    return _counted(inputs, mask) if LOSS_MASK in inputs else mask
+
+
+def _counted(inputs: Mapping[str, torch.Tensor], mask: torch.Tensor | None) -> torch.Tensor | None:
+    """Return a padding mask without the tokens whose loss_mask is 0."""
+    loss = inputs.get(LOSS_MASK)
+    if loss is None or mask is None:
+        return mask if loss is None else loss
+    return mask.bool() & loss.bool()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from compressed_tensors.utils.match import is_match
 from torch.nn import Linear, Module
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from steelyard.formats.served_rotation import ServedRotation
 from steelyard.kernels.rotation import Rotation, make_rotation
@@ -51,14 +50,16 @@ def attach_rotations(model: Any, rotation: ServedRotation, rotation_of: Rotation
 
 
 def _on_input(rotation: Rotation) -> Callable[..., Any]:
-    last = threading.local()  # modules that are called with one tensor get one rotated tensor
+    # modules that are called with one tensor get one rotated tensor, even if other batches run
+    # between their calls
+    made: Any = WeakTensorKeyDictionary()
 
     def rotated(_: Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         x = args[0]
-        known = getattr(last, "given", None)
-        if known is None or known() is not x:
-            last.given, last.made = weakref.ref(x), rotation.rotate(x).to(x.dtype)
-        return (last.made, *args[1:])
+        found = made.get(x)
+        if found is None:
+            found = made[x] = rotation.rotate(x).to(x.dtype)
+        return (found, *args[1:])
 
     return rotated
 

@@ -14,7 +14,9 @@ from pydantic import Field, field_validator
 from steelyard.modifiers.gptq import GPTQModifier
 from steelyard.modifiers.modifier import Modifier
 
-__all__ = ["AutoRoundModifier"]
+__all__ = ["AutoRoundModifier", "fix_batch_if_needed"]
+
+__path__: list[str] = []  # llm-compressor has a part `utils` here, see `aliases`
 
 
 @Modifier.register("AutoRoundModifier")
@@ -39,17 +41,21 @@ class AutoRoundModifier(GPTQModifier):
     enable_torch_compile: bool = Field(
         default=True, description="for recipes of llm-compressor; nothing is compiled, either way"
     )
-    device_ids: str | None = Field(default=None, description="not supported; `device` of oneshot")
+    device_ids: str | None = Field(
+        default=None, description="for recipes of llm-compressor; `device` of oneshot decides"
+    )
     disable_opt_rtn: bool = Field(default=False, description="not supported: GPTQ is the start")
 
-    @field_validator("device_ids", "disable_opt_rtn")
+    @field_validator("disable_opt_rtn")
     @classmethod
-    def _refused(cls, value: Any, info: Any) -> Any:
-        if value not in (None, False):
-            instead = {
-                "device_ids": "oneshot(device=...) chooses the device",
-                "disable_opt_rtn": "tuning starts from GPTQ's codes, never from rounding to "
-                "nearest",
-            }
-            raise ValueError(f"{instead[info.field_name]}; remove the option")
+    def _refused(cls, value: bool) -> bool:
+        if value:
+            raise ValueError(
+                "tuning starts from GPTQ's codes, never from rounding to nearest; remove the option"
+            )
         return value
+
+
+def fix_batch_if_needed(row: Any) -> Any:
+    """Return a row unchanged: masks of padding need no change here."""
+    return row

@@ -59,7 +59,8 @@ def errors_of(
             yield from unmatched_targets(named, modifier.targets, kind)
         yield from modifier.checks(plan, model)
     yield from unmatched_targets(named, targets)
-    yield from misspelled_ignores(named, _ignores(claims, modifiers))
+    chosen = {each.name for each in plan.quantized}
+    yield from misspelled_ignores(named, _ignores(claims, modifiers), chosen)
     yield from expert_problems(model, modules, plan)
     yield from _unstorable(plan)
     yield from _inputs_alone(plan)
@@ -95,7 +96,8 @@ def warnings_of(
     plan: Plan, model: Any, claims: Sequence[Claim], modifiers: Sequence[Modifier]
 ) -> Iterator[str]:
     """Yield the warnings of a plan: it runs, but perhaps not as intended."""
-    yield from unused_ignores(by_all_names(model), _ignores(claims, modifiers))
+    chosen = {each.name for each in plan.quantized}
+    yield from unused_ignores(by_all_names(model), _ignores(claims, modifiers), chosen)
     for modifier in modifiers:
         yield from modifier.doubts(plan, model)
     stacked = [left for left in plan.left if len(left.shape) > 2]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from compressed_tensors.utils.match import is_match
-from torch.nn import Module
+from torch.nn import Linear, Module
 
 __all__ = ["misspelled_ignores", "nothing_quantized", "unmatched_targets", "unused_ignores"]
 
@@ -35,26 +35,37 @@ def unmatched_targets(
             yield f"the target {target!r}{of} matches no module: {meant or 'check its spelling'}"
 
 
-def misspelled_ignores(modules: Mapping[str, Module], patterns: Iterable[str]) -> Iterator[str]:
+def misspelled_ignores(
+    modules: Mapping[str, Module],
+    patterns: Iterable[str],
+    quantized: Collection[str] | None = None,
+) -> Iterator[str]:
     """Yield an error for every ignore that matches no module and is almost a name in the model.
+
+    quantized: names of the modules to quantize; the near name of an embedding or norm that is not
+               among them is no error
 
     >>> list(misspelled_ignores({"lm_head": Module()}, ["lm_head", "re:.*mlp.gate$", "lm_haed"]))
     ["'lm_haed' in ignore matches no module: did you mean 'lm_head'?, or remove it"]
     """
     for pattern in _unmatched_ignores(modules, patterns):
-        if meant := _meant(modules, pattern) or _misspelled(modules, pattern):
+        if meant := _mistake(modules, pattern, quantized):
             yield f"{pattern!r} in ignore matches no module: {meant}, or remove it"
 
 
-def unused_ignores(modules: Mapping[str, Module], patterns: Iterable[str]) -> Iterator[str]:
-    """Yield a warning with the ignores that match no module and resemble none.
+def unused_ignores(
+    modules: Mapping[str, Module],
+    patterns: Iterable[str],
+    quantized: Collection[str] | None = None,
+) -> Iterator[str]:
+    """Yield a warning with the ignores that match no module, and no name of one to quantize nearly.
 
     Scripts for a family of models ignore parts that only some of them have.
     """
     unused = [
         repr(pattern)
         for pattern in _unmatched_ignores(modules, patterns)
-        if not (_meant(modules, pattern) or _misspelled(modules, pattern))
+        if not _mistake(modules, pattern, quantized)
     ]
     if unused:
         yield f"{', '.join(unused)} in ignore: the model has no such module"
@@ -75,6 +86,21 @@ def _unmatched_ignores(modules: Mapping[str, Module], patterns: Iterable[str]) -
     for pattern in dict.fromkeys(patterns):
         if not _is_usual(pattern) and not _matches(modules, pattern):
             yield pattern
+
+
+def _mistake(
+    modules: Mapping[str, Module], pattern: str, quantized: Collection[str] | None
+) -> str | None:
+    """Return what was meant by an ignore that matches nothing; None if that changes nothing."""
+    close = _nearest(modules, pattern)
+    if close is None:
+        return _misspelled(modules, pattern)
+    matters = quantized is None or any(
+        (is_match(name, module, close) or f".{close}." in f".{name}.")
+        and (isinstance(module, Linear) or name in quantized)
+        for name, module in modules.items()
+    )
+    return f"did you mean {close!r}?" if matters else None
 
 
 def _words(pattern: str) -> list[str]:
@@ -127,9 +153,14 @@ def _matches(modules: Mapping[str, Module], pattern: str) -> bool:
 
 def _meant(modules: Mapping[str, Module], pattern: str) -> str | None:
     """Suggest the nearest class, or last part of a name, for a target that is not a pattern."""
+    close = _nearest(modules, pattern)
+    return None if close is None else f"did you mean {close!r}?"
+
+
+def _nearest(modules: Mapping[str, Module], pattern: str) -> str | None:
     if pattern.startswith("re:"):
         return None
     known = {type(module).__name__ for module in modules.values()} | {"lm_head"}
     known |= {name if "." in pattern else name.rpartition(".")[2] for name in modules}
     close = difflib.get_close_matches(pattern, sorted(known), n=1, cutoff=0.8)
-    return f"did you mean {close[0]!r}?" if close else None
+    return close[0] if close else None
