@@ -100,6 +100,7 @@ class Plan:
     whole: bool = False  # whether data runs through the model as a whole
     served: list[ServedRotation] = field(default_factory=list)  # rotations at run time
     route: str = ""  # how calibration data runs through the model, if there is any
+    chosen: list[str] = field(default_factory=list)  # how a bit budget chose the schemes
     forward: Forward = field(default_factory=Forward)  # the type that batches are computed in
 
     @property
@@ -148,6 +149,7 @@ class Plan:
         for group in dict.fromkeys(p.group for p in self.quantized):
             members = [p for p in self.quantized if p.group == group]
             lines.append(f"  {group}: {len(members)} as {format_of(members[0].scheme)}")
+        lines += self.chosen
         if self.attention:
             lines.append(f"{count(len(self.attention), 'attention module')} with quantized states")
         lines += untying_notes(self)
