@@ -44,7 +44,7 @@ from steelyard.recipes import Recipe, load_recipe
 from steelyard.recipes.dump import dump_modifiers
 from steelyard.recipes.mixed import with_schemes
 
-__all__ = ["with_chosen_schemes"]
+__all__ = ["chosen_recipe", "with_chosen_schemes"]
 
 _INPUTS = "chosen from inputs with SHA-256 "
 
@@ -79,7 +79,7 @@ def with_chosen_schemes(recipe: Recipe, options: Options) -> Recipe:
         if text is None and ranks.is_first:
             show = options.show_progress
             chosen, lines = UnitChoice(source, units, budget, show).choose(samples)
-            made = _recipe(rest, chosen)
+            made = chosen_recipe(rest, chosen)
             comments = [*lines, f"{_INPUTS}{digest}"] if digest else lines
             text = "".join(f"# {line}\n" for line in comments) + made
         text = ranks.broadcast(text)
@@ -111,7 +111,7 @@ def _split(modifiers: Sequence[Modifier]) -> tuple[BitBudgetModifier | None, lis
     return budgets[0], rest
 
 
-def _recipe(
+def chosen_recipe(
     rest: Sequence[Modifier], chosen: Sequence[tuple[BudgetUnit, QuantizationScheme | None]]
 ) -> str:
     """Return the recipe with the chosen schemes, as YAML."""
