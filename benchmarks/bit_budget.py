@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +109,10 @@ def weight_errors(source: Source, units: list[BudgetUnit]) -> dict:
     return found
 
 
-def measure(options: argparse.Namespace, tokens: dict[str, Any]) -> dict[str, Any]:
+def measure(
+    options: argparse.Namespace, tokens: dict[str, Any], save: Callable[[dict[str, Any]], None]
+) -> None:
+    """Call `save` with the results so far after each row."""
     rows = [{"input_ids": torch.tensor([each])} for each in tokens["calibration"]]
     held_out = [{"input_ids": torch.tensor([each])} for each in tokens["same"]][: options.held_out]
     source = Source.open(str(options.model))
@@ -150,24 +155,20 @@ def measure(options: argparse.Namespace, tokens: dict[str, Any]) -> dict[str, An
         if bits in options.gptq and name in ("uniform", "Fisher"):
             row["gptq"] = gptq(chosen)
         found["rows"].append(row)
+        save(found)
         shown = (f"{k} {row[k]['kl']:.5f} ± {row[k]['error']:.5f}" for k in row if k[0] in "ng")
         print(f"{name:20} {allowed:16} {bits:5} ", *shown, flush=True)
 
     for bits in options.uniform:
         add("uniform", str(bits), float(bits), [WIDTHS.index(bits)] * len(units))
-    for allowed, widths in SETS.items():
-        places = [WIDTHS.index(bits) for bits in widths]
+    for bits, (allowed, widths) in itertools.product(options.sizes, SETS.items()):
+        places = [WIDTHS.index(width) for width in widths]
         costs = [[unit.costs[k] for k in places] for unit in units]
-        for bits in options.sizes:
-            for name, scores in by_score.items():
-                losses = [
-                    [*sum(scores[n] for n in unit.names).tolist(), 0.0]  # type: ignore[union-attr]
-                    for unit in units
-                ]
-                losses = [[each[k] for k in places] for each in losses]
-                chosen = least_loss(costs, losses, int(bits * weights))
-                add(name, allowed, bits, [places[k] for k in chosen])
-    return found
+        for name, scores in by_score.items():
+            sums = [sum(scores[n] for n in unit.names) for unit in units]
+            losses = [[[*each.tolist(), 0.0][k] for k in places] for each in sums]
+            chosen = least_loss(costs, losses, int(bits * weights))
+            add(name, allowed, bits, [places[k] for k in chosen])
 
 
 def main() -> None:
@@ -196,10 +197,13 @@ def main() -> None:
         "tokens": len(tokens["calibration"][0]),
         "machine": {"processor": processor(), "threads": 1},
         "versions": versions("torch", "transformers", "compressed-tensors"),
-        "results": measure(options, tokens),
     }
-    if options.json:
-        options.json.write_text(json.dumps(outcome, indent=1) + "\n")
+
+    def save(results: dict[str, Any]) -> None:
+        if options.json:
+            options.json.write_text(json.dumps({**outcome, "results": results}, indent=1) + "\n")
+
+    measure(options, tokens, save)
 
 
 if __name__ == "__main__":

@@ -183,7 +183,7 @@ def test_fewest_bits_for_a_divergence(source: Path) -> None:
         (budget(9, bit_widths=[4, 8]), None, PlanError, "the largest schemes take 8"),
         (budget(5, targets=["lm_head"]), None, PlanError, "no module in a layer"),
         (budget(None, max_kl=0.1), None, DataError, "pass dataset=, or give bits"),
-        (budget(), rows(3), DataError, "needs 4 samples of two tokens or more"),
+        (budget(), rows(1), DataError, "needs 2 samples of two tokens or more"),
         ([budget()[0]], None, RecipeError, "the recipe has none"),
         ([budget()[0], *budget()], None, RecipeError, "two BitBudgetModifier"),
         (

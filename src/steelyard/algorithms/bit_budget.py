@@ -8,6 +8,7 @@ and kept only if the divergence on held-out samples falls by more than noise.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -59,10 +60,12 @@ def measured_best(
     uniform = None
     if alike is not None:
         uniform = best if alike == start else Measured(alike, measure(alike))
+    if len(best.divergences) < 2:  # nothing is known of the noise
+        return best, uniform
     nearest = heapq.nsmallest(SWAPS, _swaps(costs, losses, budget, start))
-    for after in [uniform, *(options for _, options in nearest)]:
-        tried = Measured(after, measure(after)) if isinstance(after, list) else after
-        if tried is not None and is_gain(best.divergences, tried.divergences):
+    swapped = (Measured(options, measure(options)) for _, options in nearest)
+    for tried in itertools.chain([uniform] if uniform is not None else [], swapped):
+        if is_gain(best.divergences, tried.divergences):
             best = tried
     return best, uniform
 

@@ -64,7 +64,7 @@ WORDS = {
     "' in ignore matches": "' of --ignore matches",
     "group_size=": "--group-size ",
     "to measure max_kl": "to measure --max-kl",
-    "or give bits instead": "or --bits instead",
+    "give bits instead": "give --bits instead",
     "such as num_bits: 3": "such as --num-bits 3",
     "allow bit_widths 16": "allow it with --bit-widths 4,8,16",
     "wider bit_widths": "wider --bit-widths",

@@ -32,7 +32,7 @@ from steelyard.words import count
 __all__ = ["UnitChoice"]
 
 SCORED, HELD_OUT = 1 << 14, 1 << 13  # tokens at most
-FEWEST = 4  # samples
+FEWEST = 2  # samples: one to score, one to hold out
 EVERY = 8  # one of so many samples is held out
 
 Row = Mapping[str, torch.Tensor]
@@ -143,7 +143,7 @@ class UnitChoice:
                 f"BitBudgetModifier needs {FEWEST} samples of two tokens or more, since it holds "
                 f"some out; there are {len(rows)}. Pass more data"
             )
-        every = min(EVERY, len(rows) // 2)
+        every = max(min(EVERY, len(rows) // 2), 2)
         bring = self.source.placement.bring_all
         held_out = [bring(row) for row in _first(rows[every - 1 :: every], HELD_OUT)]
         others = [row for i, row in enumerate(rows) if i % every != every - 1]
