@@ -8,7 +8,6 @@ and kept only if the divergence on held-out samples falls by more than noise.
 from __future__ import annotations
 
 import heapq
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -60,11 +59,13 @@ def measured_best(
     uniform = None
     if alike is not None:
         uniform = best if alike == start else Measured(alike, measure(alike))
+    if uniform is not None and uniform.kl <= best.kl:  # then a mixture is not worth it
+        best = uniform
     if len(best.divergences) < 2:  # nothing is known of the noise
         return best, uniform
     nearest = heapq.nsmallest(SWAPS, _swaps(costs, losses, budget, start))
     swapped = (Measured(options, measure(options)) for _, options in nearest)
-    for tried in itertools.chain([uniform] if uniform is not None else [], swapped):
+    for tried in swapped:
         if is_gain(best.divergences, tried.divergences):
             best = tried
     return best, uniform

@@ -18,16 +18,16 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from compressed_tensors.quantization import QuantizationScheme
 
+from steelyard.checkpoint.provenance import sampled_digest
 from steelyard.checkpoint.work_folder import WorkFolder
 from steelyard.data.samples import Samples
 from steelyard.data.tokenizer import checked_tokenizer
 from steelyard.distributed import Ranks
 from steelyard.engine.calibration_samples import load_calibration
-from steelyard.engine.identity import identity_of
+from steelyard.engine.identity import digest_of, versions
 from steelyard.engine.planning import streams
 from steelyard.engine.prepared_options import open_source
 from steelyard.engine.run_options import Options
@@ -132,9 +132,14 @@ def _digest(recipe: str, source: Source, samples: Samples | None) -> str | None:
     """Return a digest of the inputs of a choice; None for a loaded module, which cannot resume."""
     if source.shards is None:
         return None
-    batches: Any = () if samples is None else samples.batches
-    content = json.dumps(identity_of(source.shards, recipe, {}, batches), sort_keys=True)
-    return hashlib.sha256(content.encode()).hexdigest()
+    content = {
+        "versions": versions(),
+        "recipe": recipe,
+        "config": source.config(),
+        "files": {file.name: sampled_digest(file) for file in source.shards.files},
+        "calibration data": digest_of(() if samples is None else samples.batches),
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _earlier(options: Options, digest: str | None) -> str | None:
