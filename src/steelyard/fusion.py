@@ -22,6 +22,7 @@ __all__ = [
     "expert_groups",
     "fused_groups",
     "fused_name",
+    "serving_units",
     "shared_parameter",
     "shared_parameters",
     "solved_together",
@@ -106,6 +107,29 @@ def fused_groups(names: Iterable[str]) -> Iterator[tuple[str, ...]]:
             present = tuple(path for path in paths if path in known)
             if len(present) > 1:
                 yield present
+
+
+def serving_units(names: Iterable[str]) -> list[tuple[str, ...]]:
+    """Return all modules, grouped into those that a server gives one scheme.
+
+    These are the layers that it fuses, and all projections of all experts of a layer.
+
+    >>> serving_units(["a.up_proj", "a.down_proj", "a.gate_proj"])
+    [('a.up_proj', 'a.gate_proj'), ('a.down_proj',)]
+    >>> serving_units(["l.experts.0.up_proj", "l.experts.0.down_proj", "l.experts.1.up_proj"])
+    [('l.experts.0.up_proj', 'l.experts.0.down_proj', 'l.experts.1.up_proj')]
+    """
+    known = dict.fromkeys(names)
+    unit = {name: name for name in known}
+    for group in fused_groups(known):
+        unit.update(dict.fromkeys(group, group[0]))
+    for name in known:
+        if (match := _EXPERT.fullmatch(name)) is not None:
+            unit[name] = match["layer"]
+    found: dict[str, list[str]] = {}
+    for name in known:
+        found.setdefault(unit[name], []).append(name)
+    return [tuple(members) for members in found.values()]
 
 
 def fused_name(group: tuple[str, ...]) -> str:

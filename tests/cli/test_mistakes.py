@@ -52,6 +52,21 @@ SOURCE = Path(__file__).parents[2] / "src" / "steelyard"
             "--gptq and --recipe exclude each other: write it into the recipe",
         ),
         ("quantize M --recipe r.yaml -o q", "there is no recipe file r.yaml"),
+        (
+            "quantize M --recipe r.yaml --bits 4.5 -o q",
+            "--bits and --recipe exclude each other: write it into the recipe",
+        ),
+        ("quantize M --bits 4.5 --max-kl 0.1 -o q", "--bits and --max-kl exclude each other"),
+        ("quantize M --bit-widths 4,8 -o q", "--bit-widths needs --bits or --max-kl"),
+        ("quantize M --bits 4.5 --bit-widths 4;8 -o q", "'4;8' is no list of numbers"),
+        ("quantize M --bits 4.5 --bit-widths 4,9 -o q", "9 is not 2 to 8, or 16 for unquantized"),
+        (
+            "quantize M --bits 3.5 -o q",
+            "3.5 bits per weight are fewer than the 4 of the smallest schemes: allow more bits, or "
+            "start from a scheme with fewer, such as --num-bits 3",
+        ),
+        ("quantize M --bits 16 -o q", "leave nothing to choose: the largest schemes take 16"),
+        ("quantize M --bits 4.5 --gptq -o q", "--data is missing: static activations"),
         ("quantize M --scheme FP8 -o q", "--data is missing: static activations"),
         ("quantize M --scheme W8A8 --gptq -o q", "--data is missing: static activations"),
         (

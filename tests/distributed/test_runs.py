@@ -123,6 +123,7 @@ FINISHED = {
     },
     "TuningModifier": {"epochs": 2, "lr": 1e-3},
 }
+BUDGET = {"BitBudgetModifier": {"bits": 5.5, "bit_widths": [4, 6, 8]}, **GPTQ}
 UNTIED = {"GPTQModifier": {"config_groups": {"all": group("optimal")}}}
 UNTIED_PLAIN = {"QuantizationModifier": {"config_groups": {"all": group("optimal")}}}
 
@@ -188,6 +189,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "importance, error propagated": (WEIGHED, {"propagate_error": True}),
     "importance, one sample": (WEIGHED, {"dataset": token_batches()[:1]}),
     "tuned by the first rank": (FINISHED, {"dataset": rows()}),
+    "a bit budget": (BUDGET, {"dataset": rows()}),
     "gptq, no error propagated": (GPTQ, {"propagate_error": False}),
     "stream": (PLAIN, {"dataset": None}),
     "weights of a loaded model": (PLAIN, {"dataset": None, "loaded": True}),

@@ -10,19 +10,47 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs, QuantizationStatus
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationScheme,
+    QuantizationStatus,
+)
 from compressed_tensors.quantization.lifecycle.forward import forward_quantize
 from torch.nn import Module
 
+from steelyard.formats import expected_tensors
+from steelyard.formats.tensor_names import SCALE
 from steelyard.fusion import fused_groups, shared_parameter
 from steelyard.names import default_observer
 from steelyard.observers import Observer
 from steelyard.observers.importance_base import ImportanceObserver
 from steelyard.observers.steps import args_for
 
-__all__ = ["Rounding", "per_token", "rounded_inputs", "rounded_weights", "shared_rounding"]
+__all__ = [
+    "Rounding",
+    "per_token",
+    "rounded_inputs",
+    "rounded_weights",
+    "shared_rounding",
+    "with_scheme",
+]
 
 Rounding = Callable[[torch.Tensor], torch.Tensor]
+
+
+def with_scheme(
+    scheme: QuantizationScheme | None, shape: tuple[int, ...], dtype: torch.dtype
+) -> Module:
+    """Return a stand-in for a module under a scheme, for the functions below.
+
+    shape, dtype: of its weight, in the type that it is stored in
+    """
+    holder: Any = Module()
+    if scheme is not None:
+        holder.quantization_scheme = scheme
+        kind, sizes = expected_tensors(scheme, (shape[0], shape[1]), dtype)[SCALE]
+        setattr(holder, SCALE, torch.empty(sizes, dtype=kind))  # scales as they are stored
+    return holder  # type: ignore[no-any-return]
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from steelyard.model.layer_gradients import Gradients, LayerGradients, Trace, su
 from steelyard.model.layerwise import DTYPE, LayerwiseModel, default_memory
 from steelyard.model.opening import open_model
 
-__all__ = ["REVERSE", "ModelPair", "SamplePair"]
+__all__ = ["REVERSE", "ModelPair", "SamplePair", "divergence", "positions_at_once"]
 
 REVERSE = 3.0  # cost of a layer in reverse, relative to forward
 _PROJECTED = 1 << 22  # logits of one model and thread computed at a time
@@ -48,11 +48,6 @@ class ModelPair:
         self.base = LayerGradients(opened(finished.base, "base"), self.pool)
         self.quantized = LayerGradients(quantized, self.pool, self.tunables.applied)
 
-    @property
-    def _step(self) -> int:
-        """Number of positions whose logits are computed at a time."""
-        return max(1, _PROJECTED // self.base.model.vocab_size)
-
     def start(self, pairs: Sequence[SamplePair], held: HiddenStates, advance: Advance) -> None:
         """Run the original, and record the calls of the quantized model."""
         self.base.forward([each.base for each in pairs], held, False, _times(advance, len(pairs)))
@@ -69,25 +64,13 @@ class ModelPair:
         with self._held(quantized, 1) as held:
             self.quantized.forward(quantized, held, False, _times(advance, len(pairs)))
             with self.base.head(), self.quantized.head():
-                calls = [functools.partial(self._divergence, each) for each in pairs]
-                return self.pool.do(enumerate(calls))
-
-    def _divergence(self, pair: SamplePair) -> float:
-        total = 0.0
-        with torch.no_grad():
-            for start in range(0, pair.base.tokens, self._step):
-                positions = slice(start, min(start + self._step, pair.base.tokens))
-                log_p, log_q = (
-                    model.model.logits(Batch(each.inputs, each.outputs), positions)
-                    .double()
-                    .log_softmax(-1)
-                    for model, each in (
-                        (self.base, pair.base),
-                        (self.quantized, pair.quantized),
+                calls = [
+                    functools.partial(
+                        divergence, self.base.model, each.base, self.quantized.model, each.quantized
                     )
-                )
-                total += float((log_p.exp() * (log_p - log_q)).sum())
-        return total / pair.base.tokens
+                    for each in pairs
+                ]
+                return self.pool.do(enumerate(calls))
 
     def gradients(self, pairs: Sequence[SamplePair], advance: Advance) -> Gradients:
         """Return the gradients of the mean divergence over all tokens of some samples."""
@@ -103,7 +86,7 @@ class ModelPair:
                         each.quantized,
                         wanted,
                         functools.partial(self._loss, each.base, tokens),
-                        self._step,
+                        positions_at_once(self.base.model),
                     )
                     for each in pairs
                 ]
@@ -129,6 +112,30 @@ class ModelPair:
         tokens = sum(sample.tokens for sample in samples)
         nbytes = tokens * self.base.model.hidden_size * DTYPE.itemsize * layers
         return HiddenStates(Room(0, default_memory() // 2), nbytes)
+
+
+def positions_at_once(model: LayerwiseModel) -> int:
+    """Return the number of positions whose logits are computed at a time."""
+    return max(1, _PROJECTED // model.vocab_size)
+
+
+@torch.no_grad()
+def divergence(
+    base: LayerwiseModel, sample: Trace, quantized: LayerwiseModel, changed: Trace
+) -> float:
+    """Return KL(base || quantized) of a sample, the mean over its tokens; enter both heads first.
+
+    sample, changed: after the layers of the two models
+    """
+    total, step = 0.0, positions_at_once(base)
+    for start in range(0, sample.tokens, step):
+        positions = slice(start, min(start + step, sample.tokens))
+        log_p, log_q = (
+            model.logits(Batch(each.inputs, each.outputs), positions).double().log_softmax(-1)
+            for model, each in ((base, sample), (quantized, changed))
+        )
+        total += float((log_p.exp() * (log_p - log_q)).sum())
+    return total / sample.tokens
 
 
 def _times(advance: Advance, amount: float) -> Callable[[float], None]:

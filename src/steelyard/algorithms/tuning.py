@@ -22,6 +22,7 @@ from steelyard.algorithms.guard import Guard
 from steelyard.algorithms.model_pair import REVERSE, ModelPair, SamplePair
 from steelyard.algorithms.tunables import MOST, Tunable
 from steelyard.data.samples import Samples
+from steelyard.data.token_rows import token_rows
 from steelyard.errors import DataError, NonFiniteError
 from steelyard.model.activations import HiddenStates, Room
 from steelyard.model.layer_gradients import Trace
@@ -34,7 +35,6 @@ __all__ = ["Tuning"]
 EVERY = 8  # one of so many samples is held out
 FEWEST = 2 * EVERY  # samples: a standard error takes two held-out ones
 _DECAY = (0.9, 0.99)  # of Adam's two averages
-_TOKENS = {"input_ids", "attention_mask", "labels"}
 
 
 @Algorithm.register("tuning")
@@ -54,7 +54,7 @@ class Tuning(Algorithm):
         return 2 + self.modifier.epochs * (1 + REVERSE)
 
     def check_samples(self, samples: Samples) -> None:
-        found = _rows(samples)
+        found = token_rows(samples, "TuningModifier")
         if len(found) < FEWEST:
             raise DataError(
                 f"TuningModifier needs {FEWEST} samples of two tokens or more, since it holds out "
@@ -62,7 +62,7 @@ class Tuning(Algorithm):
             )
 
     def finish(self, finished: FinishedCheckpoint) -> dict[str, torch.Tensor]:
-        rows = _rows(finished.samples)
+        rows = token_rows(finished.samples, "TuningModifier")
         pair = ModelPair(finished, self.modifier.targets, self.modifier.ignore)
         tunables = list(pair.tunables)
         for reason, names in pair.tunables.fixed.items():
@@ -132,20 +132,3 @@ class Adam:
             size = second.div(1 - slower**self.steps).sqrt_()
             moved = first.div(1 - slow**self.steps).div_(size.clamp_min_(1e-30))
             self.tunables[key].change.sub_(moved, alpha=rate).clamp_(-MOST, MOST)
-
-
-def _rows(samples: Samples) -> list[dict[str, torch.Tensor]]:
-    """Return the samples one by one, (1, tokens) without padding."""
-    found = []
-    for batch in samples.batches:
-        others = sorted(set(batch) - _TOKENS)
-        if others or "input_ids" not in batch:
-            raise DataError(
-                f"TuningModifier tunes with token ids alone, but the data has "
-                f"{', '.join(others) or 'none'}: pass text or input_ids, or remove it"
-            )
-        ids = batch["input_ids"].long()
-        mask = batch["attention_mask"].bool() if "attention_mask" in batch else ids >= 0
-        rows = (row[real] for row, real in zip(ids, mask, strict=True))
-        found += [{"input_ids": row.unsqueeze(0)} for row in rows if len(row) > 1]
-    return found

@@ -63,6 +63,11 @@ WORDS = {
     "add them to ignore": "name them with --ignore",
     "' in ignore matches": "' of --ignore matches",
     "group_size=": "--group-size ",
+    "to measure max_kl": "to measure --max-kl",
+    "give bits instead": "give --bits instead",
+    "such as num_bits: 3": "such as --num-bits 3",
+    "allow bit_widths 16": "allow it with --bit-widths 4,8,16",
+    "wider bit_widths": "wider --bit-widths",
 }
 """Words of the package's messages -> words for the command line."""
 

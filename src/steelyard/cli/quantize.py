@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from steelyard.cli import options, placing
+from steelyard.cli import budget, options, placing
 from steelyard.cli.evaluate import add_to_report, print_study
 from steelyard.cli.mistakes import USAGE, Interrupted, in_options
 from steelyard.cli.rank_streams import is_first, join
@@ -53,6 +53,9 @@ def quantize(
     gptq: options.Gptq = False,
     group_size: options.GroupSize = None,
     num_bits: options.NumBits = None,
+    bits: budget.Bits = None,
+    max_kl: budget.MaxKl = None,
+    bit_widths: budget.BitWidths = None,
     samples: options.Samples = 512,
     max_seq_length: options.MaxSeqLength = 2048,
     batch_size: options.BatchSize = 1,
@@ -107,6 +110,7 @@ def quantize(
       steelyard quantize path/to/model --scheme W4A16 --dry-run
       steelyard quantize path/to/model -o model-INT4 --scheme W4A16 --data calibration.txt
       steelyard quantize path/to/model -o model-GPTQ --scheme W4A16 --gptq --data calibration.txt
+      steelyard quantize path/to/model -o model-4.5 --bits 4.5 --gptq --data calibration.txt
       steelyard quantize path/to/model -o model-W8A8 --scheme W8A8 --evaluate held-out.txt
       steelyard quantize path/to/model -o model-NVFP4 --recipe recipe.yaml --data calibration.txt
     """
@@ -122,6 +126,7 @@ def quantize(
         group_size,
         num_bits,
         weigh=data is not None,
+        budget=budget.budget_from(bits, max_kl, bit_widths),
     )
     if output is None and not dry_run:
         raise typer.BadParameter("-o is missing: where should the checkpoint go?")

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from steelyard.names import WEIGHT_OBSERVER
 
+if TYPE_CHECKING:
+    from steelyard.modifiers import Modifier
+
 __all__ = ["changes_of", "ignored_by", "recipe_from"]
 
 HEAD = "lm_head"
+DEFAULT = "W4A16"  # scheme of a bit budget
 
 
 def recipe_from(
@@ -24,10 +28,12 @@ def recipe_from(
     group_size: int | None = None,
     num_bits: int | None = None,
     weigh: bool = False,
+    budget: Mapping[str, Any] | None = None,
 ) -> Any:
     """Return modifiers for a scheme, or the recipe file; exactly one of the two is given.
 
-    weigh: gather importance for an observer that can use it, even if the scheme needs no data
+    weigh:  gather importance for an observer that can use it, even if the scheme needs no data
+    budget: options of a bit budget, which has W4A16 as the scheme unless one is given
     """
     if recipe is not None:
         given = {
@@ -38,6 +44,7 @@ def recipe_from(
             "--gptq": gptq,
             "--group-size": group_size,
             "--num-bits": num_bits,
+            "--max-kl" if budget and "max_kl" in budget else "--bits": budget,
         }
         clash = [name for name, value in given.items() if value]
         if clash:
@@ -45,6 +52,8 @@ def recipe_from(
                 f"{clash[0]} and --recipe exclude each other: write it into the recipe"
             )
         return recipe
+    if scheme is None and budget:
+        scheme = DEFAULT
     if scheme is None:
         raise typer.BadParameter("one of --scheme and --recipe is missing, such as --scheme W4A16")
     from steelyard.modifiers import GPTQModifier, IMatrixGatherer, QuantizationModifier
@@ -58,15 +67,22 @@ def recipe_from(
         options["targets"] = list(targets)
     options |= changes_of([scheme], group_size, num_bits)
     from steelyard.errors import RecipeError
+    from steelyard.modifiers.bit_budget import BitBudgetModifier
     from steelyard.modifiers.check import check_options
     from steelyard.recipes import load_recipe
 
-    made = check_options(GPTQModifier if gptq else QuantizationModifier, options, ())
-    if isinstance(made, list):  # without class names, which the user did not type
-        raise RecipeError("; ".join(text for _, text in made))
-    if weigh and not load_recipe(made).needs_data and _weighs(options["weight_observer"]):
-        return [IMatrixGatherer(ignore=options["ignore"]), made]
-    return made
+    def checked(kind: type[Modifier], given: Mapping[str, Any]) -> Modifier:
+        made = check_options(kind, given, ())
+        if isinstance(made, list):  # without class names, which the user did not type
+            raise RecipeError("; ".join(text for _, text in made))
+        return made
+
+    steps = [checked(GPTQModifier if gptq else QuantizationModifier, options)]
+    if weigh and not load_recipe(steps).needs_data and _weighs(options["weight_observer"]):
+        steps.insert(0, IMatrixGatherer(ignore=options["ignore"]))
+    if budget:
+        steps.insert(0, checked(BitBudgetModifier, budget))
+    return steps if len(steps) > 1 else steps[0]
 
 
 def changes_of(

@@ -23,7 +23,7 @@ from steelyard.errors import CalibrationWarning, DataError, warn_caller
 from steelyard.model.inputs import LOSS_MASK, check_inputs
 from steelyard.model.source import Source
 
-__all__ = ["samples_for"]
+__all__ = ["load_calibration", "samples_for"]
 
 DEMO_WARNING = (
     "calibrating on the built-in text, which is Python source code: scales and rounding fit that, "
@@ -55,7 +55,7 @@ def samples_for(
             "the recipe needs calibration data (static activations, a KV cache or importance): "
             "pass dataset=, or the statistics= of an earlier run"
         )
-    if given and not needed:
+    if given and not needed and not result.recipe.chosen:
         note = "the recipe needs no calibration data; the dataset is not read"
         result.notes.append(note)
         warn_caller(note)
@@ -64,6 +64,32 @@ def samples_for(
         return None
     if not needed:
         return None
+    samples = load_calibration(options, source, tokenizer, ranks)
+    if options.dataset == DEMO:
+        result.notes.append(DEMO_WARNING)
+        result.warnings.append(DEMO_WARNING)
+        warn_caller(DEMO_WARNING, CalibrationWarning)
+    for number, batch in enumerate(samples.batches):
+        check_inputs(source.model, batch, f"batch {number}")
+        _check_loss_mask(batch, number, options.use_loss_mask)
+    if options.use_loss_mask:
+        result.notes.append(LOSS_MASK_NOTE)
+    for algorithm in algorithms:
+        algorithm.check_samples(samples)
+    result.notes.append(samples.description)
+    if few := samples.shortage():
+        result.notes.append(few)
+        result.warnings.append(few)
+        if shown:
+            announce(f"warning: {few}")
+        elif samples.num_tokens < HARDLY_ANY_TOKENS:  # almost certainly a mistake
+            warn_caller(few, CalibrationWarning)
+    statistics.begin(source, result.source, result.recipe.text, samples)
+    return samples
+
+
+def load_calibration(options: Options, source: Source, tokenizer: Any, ranks: Ranks) -> Samples:
+    """Return the samples that the options select, those of all ranks."""
     text_config = source.model.config.get_text_config()
     samples = load_samples(
         options.dataset,
@@ -91,28 +117,7 @@ def samples_for(
         preprocess=row_function(options.preprocessing_func),
         concatenate=options.concatenate_data,
     )
-    samples = joined_over_ranks(samples, ranks, options.batch_size)
-    if options.dataset == DEMO:
-        result.notes.append(DEMO_WARNING)
-        result.warnings.append(DEMO_WARNING)
-        warn_caller(DEMO_WARNING, CalibrationWarning)
-    for number, batch in enumerate(samples.batches):
-        check_inputs(source.model, batch, f"batch {number}")
-        _check_loss_mask(batch, number, options.use_loss_mask)
-    if options.use_loss_mask:
-        result.notes.append(LOSS_MASK_NOTE)
-    for algorithm in algorithms:
-        algorithm.check_samples(samples)
-    result.notes.append(samples.description)
-    if few := samples.shortage():
-        result.notes.append(few)
-        result.warnings.append(few)
-        if shown:
-            announce(f"warning: {few}")
-        elif samples.num_tokens < HARDLY_ANY_TOKENS:  # almost certainly a mistake
-            warn_caller(few, CalibrationWarning)
-    statistics.begin(source, result.source, result.recipe.text, samples)
-    return samples
+    return joined_over_ranks(samples, ranks, options.batch_size)
 
 
 def _check_loss_mask(batch: Mapping[str, Any], number: int, used: bool) -> None:

@@ -35,6 +35,7 @@ from steelyard.engine.run import Run
 from steelyard.engine.run_options import Options
 from steelyard.engine.save_pretrained import save_as_quantized
 from steelyard.engine.saved_files import check_saved_files
+from steelyard.engine.scheme_choice import with_chosen_schemes
 from steelyard.engine.statistics import RunStatistics
 from steelyard.engine.uncalibratable import leave_unquantized
 from steelyard.errors import PlanError
@@ -67,7 +68,7 @@ class OneshotRun:
         self.started = time.perf_counter()
         self.options = options = prepared(options)
         self.ranks = Ranks.current()
-        self.recipe = load_recipe(options.recipe, options.stage)
+        self.recipe = with_chosen_schemes(load_recipe(options.recipe, options.stage), options)
         self.algorithms = self.recipe.algorithms()
         asked = options.propagate_error
         needed = any(algorithm.needs.propagate for algorithm in self.algorithms)
@@ -92,7 +93,8 @@ class OneshotRun:
         plan = plan_run(options, self.recipe, self.algorithms, self.source, self.propagate)
         given = options.model if isinstance(options.model, Module) else None
         self.result = Result(plan, self.recipe, model=given, source=model_name(options.model))
-        self.result.notes += [*idle_notes(options), *untying_notes(plan), *plan.warnings]
+        self.result.notes += [*idle_notes(options), *untying_notes(plan), *plan.chosen]
+        self.result.notes += plan.warnings
         self.result.notes += [] if plan.through is None else filter(None, [plan.through.reason])
         self.result.warnings += plan.warnings
         if self._shown and (options.dry_run or not plan.errors):  # raised below

@@ -62,6 +62,7 @@ def plan_run(
 ) -> Plan:
     """Return the plan of a run, with its errors and costs."""
     plan = make_plan(source.model, modifiers=recipe.modifiers)
+    plan.chosen = list(recipe.chosen)
     heads, tied = untie_heads(options, recipe.modifiers, source.model)
     plan.left = [_beside(left, heads, source.model) for left in plan.left]
     plan.untied = {**heads, **plan.untied}

@@ -16,10 +16,8 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from steelyard.algorithms.as_stored import rounded_weights
+from steelyard.algorithms.as_stored import rounded_weights, with_scheme
 from steelyard.evaluate.larger_scheme import larger_scheme
-from steelyard.formats import expected_tensors
-from steelyard.formats.tensor_names import SCALE
 from steelyard.model.blocks import Batch
 from steelyard.model.layerwise import LayerwiseModel
 
@@ -85,12 +83,7 @@ def enlarged(original: Module, quantized: Module, dtype: torch.dtype) -> Iterato
     holders: dict[str, Module] = {}
     for name, module in modules.items():
         scheme = larger_scheme(module.quantization_scheme)
-        holder: Any = Module()
-        if scheme is not None:
-            holder.quantization_scheme = scheme
-            kind, shape = expected_tensors(scheme, tuple(module.weight.shape), dtype)[SCALE]
-            setattr(holder, SCALE, torch.empty(shape, dtype=kind))  # scales as they are stored
-        holders[name] = holder
+        holders[name] = with_scheme(scheme, tuple(module.weight.shape), dtype)
     stored = {name: sources[name].weight.data.to(dtype) for name in modules}
     with contextlib.ExitStack() as undo:
         for name, weight in rounded_weights(holders, stored, {}).items():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from compressed_tensors.quantization import QuantizationScheme, preset_name_to_scheme
+from compressed_tensors.quantization import QuantizationScheme
+
+from steelyard.formats.scheme_bits import scheme_with_bits
 
 __all__ = ["larger_scheme"]
 
@@ -18,13 +20,8 @@ def larger_scheme(scheme: QuantizationScheme) -> QuantizationScheme | None:
     >>> larger_scheme(preset_name_to_scheme("W4A16", ["Linear"])).weights.num_bits
     8
     """
-    weights, inputs = scheme.weights, scheme.input_activations
+    weights = scheme.weights
     if weights is None or weights.num_bits >= 8:
         return None
-    if weights.type == "float":
-        return preset_name_to_scheme("FP8_DYNAMIC", list(scheme.targets))
-    if inputs is not None and inputs.dynamic is not True:
-        return None
-    bits = next(each for each in _BITS if each > weights.num_bits)
-    larger = weights.model_copy(update={"num_bits": bits})
-    return scheme.model_copy(update={"weights": larger, "format": None})
+    wider = 8 if weights.type == "float" else next(b for b in _BITS if b > weights.num_bits)
+    return scheme_with_bits(scheme, wider)

@@ -38,10 +38,10 @@ class LayerwiseModel:
     """
 
     def __init__(self, source: Source, role: str) -> None:
-        assert source.shards is not None
         self.source = source
         self.role = role
-        self.label = f"the {role} model ({source.shards.folder})"
+        name = source.origin or type(source.model).__name__
+        self.label = f"the {role} model ({name})"
         with self._layer_errors():
             self.sequence = LayerSequence(source.model)
         source.loader.in_order(self.sequence.layers)

@@ -48,6 +48,8 @@ class Modifier(BaseModel, metaclass=_Refusing):
 
     algorithm: ClassVar[str] = ""
     """Registered name of the algorithm that implements this modifier."""
+    chooses_schemes: ClassVar[bool] = False
+    """Whether it chooses schemes before the run, instead of an algorithm that works in it."""
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
 

@@ -27,11 +27,13 @@ MAX_BYTES = 8 * 2**20
 class Recipe:
     """The modifiers to apply to a model.
 
-    text: YAML that loads to equal modifiers; the user's own if the recipe came as YAML
+    text:   YAML that loads to equal modifiers; the user's own if the recipe came as YAML
+    chosen: how a bit budget chose the schemes, in a few lines
     """
 
     modifiers: list[Modifier]
     text: str = ""
+    chosen: tuple[str, ...] = ()
 
     @classmethod
     def from_modifiers(cls, modifiers: Any, modifier_group_name: str | None = None) -> Recipe:
@@ -57,7 +59,7 @@ class Recipe:
 
     def algorithms(self) -> list[Algorithm]:
         """Return a new instance of each modifier's algorithm, in the order of the recipe."""
-        return [algorithm_of(modifier) for modifier in self.modifiers]
+        return [algorithm_of(each) for each in self.modifiers if not each.chooses_schemes]
 
     @property
     def needs_data(self) -> bool:

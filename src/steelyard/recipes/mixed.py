@@ -13,7 +13,7 @@ from steelyard.modifiers.modifier import Modifier
 
 __all__ = ["name_patterns", "with_schemes"]
 
-_REPLACED = ("scheme", "group_size", "num_bits", "config_groups", "targets", "ignore")
+_REPLACED = ("scheme", "group_size", "num_bits", "config_groups", "weights", "targets", "ignore")
 _OBSERVERS = (
     "observer",
     "weight_observer",
