@@ -16,6 +16,7 @@ import json
 import math
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -192,45 +193,58 @@ def _add(path: Path, model: str, sizes: Any, result: dict[str, Any]) -> None:
 # ---- speed ----
 
 
-def speed(options: argparse.Namespace) -> dict[str, Any]:
+OURS = ("token_mse", "histogram_mse", "percentile", "entropy", "static_minmax")
+
+
+def our_sides() -> dict[str, tuple[Any, Any, Any]]:
+    """Return how to build an observer, to observe, and to choose its range."""
     from torch.ao.quantization.observer import HistogramObserver
 
+    args = QuantizationArgs(num_bits=8, strategy="tensor")
+    build = partial(Observer.load_from_registry, base_name="input", args=args)
+    ours = {name: (partial(build, name), Observer.__call__, get_qparams) for name in OURS}
+    theirs = HistogramObserver, HistogramObserver.__call__, HistogramObserver.calculate_qparams
+    return {"torch.ao HistogramObserver": theirs, **ours}
+
+
+def get_qparams(observer: Any) -> Any:
+    return observer.get_qparams()
+
+
+def measured(sides: dict[str, tuple[Any, Any, Any]], runs: int) -> list[dict[str, Any]]:
+    """Return the least times of each side, in CPU time; the sides alternate."""
     torch.set_num_threads(1)
     batches = [
         torch.randn(1, 512, 4096, generator=torch.Generator().manual_seed(i)) for i in (0, 1)
     ]
     batches[1][0, 3, 5] = 40.0  # the range grows
-    args = QuantizationArgs(num_bits=8, strategy="tensor")
-    sides = {
-        "torch.ao HistogramObserver": HistogramObserver,
-        "histogram_mse": lambda: Observer.load_from_registry(
-            "histogram_mse", base_name="input", args=args
-        ),
-        "static_minmax": lambda: Observer.load_from_registry(
-            "static_minmax", base_name="input", args=args
-        ),
-    }
     results = []
     for dtype in (torch.float32, torch.bfloat16):
         values = [each.to(dtype) for each in batches]
         least = dict.fromkeys(sides, float("inf"))
         solve = dict.fromkeys(sides, float("inf"))
-        for _ in range(options.runs):
-            for side, build in sides.items():  # alternating
+        for _ in range(runs):
+            for side, (build, observe, choose) in sides.items():
                 observer = build()
                 start = time.process_time()
                 for value in values:
-                    observer(value)
+                    observe(observer, value)
                 taken = time.process_time() - start
                 least[side] = min(least[side], taken / sum(v.numel() for v in values))
                 start = time.process_time()
-                (observer.calculate_qparams if "torch.ao" in side else observer.get_qparams)()
+                choose(observer)
                 solve[side] = min(solve[side], time.process_time() - start)
         for side in sides:
             row = {"dtype": str(dtype).removeprefix("torch."), "side": side}
             row |= {"ns": 1e9 * least[side], "solve_ms": 1e3 * solve[side]}
             results.append(row)
-            print(f"{row['dtype']:9} {side:28} {row['ns']:6.2f} ns, {row['solve_ms']:7.1f} ms")
+    return results
+
+
+def speed(options: argparse.Namespace) -> dict[str, Any]:
+    results = measured(our_sides(), options.runs)
+    for row in results:
+        print(f"{row['dtype']:9} {row['side']:28} {row['ns']:6.2f} ns, {row['solve_ms']:7.1f} ms")
     outcome = {"processor": processor(), "versions": versions("torch"), "results": results}
     if options.json:
         options.json.write_text(json.dumps(outcome, indent=1) + "\n")

@@ -17,13 +17,13 @@ parts; delete the file to measure anew.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import math
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -195,38 +195,40 @@ def tokenize(model: str, text: str, other: str, draws: str, samples: str, output
 
 
 def evaluate(model: str, held_out: str, *folders: str) -> dict[str, Any]:
-    """Return perplexity and KL divergence of each checkpoint on each text, and of the model."""
+    """Return perplexity and KL divergence of each checkpoint on each text, and of the model.
+
+    All run side by side, sample by sample: log-probabilities of all samples would not fit into
+    memory with a vocabulary of 262,144 tokens.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
     texts = {k: torch.tensor(v) for k, v in json.loads(Path(held_out).read_text()).items()}
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    kept = {name: p.detach().clone() for name, p in plain.named_parameters()}
+    models = {"plain": plain}
+    for folder in folders:
+        models[folder] = copy.deepcopy(plain)
+        put(folder, dict(models[folder].named_parameters()))
 
     @torch.no_grad()
-    def log_probabilities(ids: torch.Tensor) -> Iterator[torch.Tensor]:
-        for sample in ids:
-            yield plain(sample[None]).logits[0, :-1].float().log_softmax(-1)
+    def log_probabilities(each: Any, sample: torch.Tensor) -> torch.Tensor:
+        return each(sample[None]).logits[0, :-1].float().log_softmax(-1)
 
-    before = {key: [p.half() for p in log_probabilities(ids)] for key, ids in texts.items()}
-    found: dict[str, Any] = {}
-    for folder in ("", *folders):
-        if folder:
-            put(folder, dict(plain.named_parameters()))
-        for key, ids in texts.items():
-            losses, divergences = [], []
-            samples = zip(ids, log_probabilities(ids), before[key], strict=True)
-            for sample, logp, base in samples:
-                losses.append(-float(logp.gather(-1, sample[1:, None]).double().mean()))
-                wide = base.float()
-                divergences.append(float((wide.exp() * (wide - logp)).sum(-1).double().mean()))
-            kl, error = mean_and_error(divergences)
-            perplexity = math.exp(sum(losses) / len(losses))
-            one = {"perplexity": perplexity, "kl": kl, "error": error}
-            found.setdefault(folder or "plain", {})[key] = one
-        with torch.no_grad():
-            for name, value in plain.named_parameters():
-                value.copy_(kept[name])
+    found: dict[str, Any] = {name: {} for name in models}
+    for key, ids in texts.items():
+        losses: dict[str, list[float]] = {name: [] for name in models}
+        divergences: dict[str, list[float]] = {name: [] for name in models}
+        for sample in ids:
+            base = log_probabilities(plain, sample)
+            for name, each in models.items():
+                logp = base if each is plain else log_probabilities(each, sample)
+                losses[name].append(-float(logp.gather(-1, sample[1:, None]).double().mean()))
+                off = (base.exp() * (base - logp)).sum(-1)
+                divergences[name].append(float(off.double().mean()))
+        for name in models:
+            kl, error = mean_and_error(divergences[name])
+            perplexity = math.exp(sum(losses[name]) / len(losses[name]))
+            found[name][key] = {"perplexity": perplexity, "kl": kl, "error": error}
     return found
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from whole_run import mean_and_error
+
 HERE = Path(__file__).parent
 START, END = "<!-- results: {} -->", "<!-- end of results -->"
 
@@ -358,16 +360,32 @@ def transforms_table(found: dict) -> str:
         f"{found['model']}, {found['samples']} calibration samples; "
         f"{found['machine']['processor']}.",
         "",
-        "| scheme | transform | KL divergence | CPU, s |",
-        "|---|---|---|---|",
+        "| scheme | transform | KL divergence | above that without it | CPU, s | peak, MB |",
+        "|---|---|---|---|---|---|",
     ]
+    texts = {
+        name: next(each for each in row.values() if isinstance(each, dict))
+        for name, row in found["results"].items()
+    }
     for name, row in found["results"].items():
         scheme, _, step = name.partition(": ")
-        kl = next(each for each in row.values() if isinstance(each, dict))
+        kl = texts[name]
+        ours = texts.get(f"{scheme}: {'GPTQ' if 'GPTQ' in step else 'no transform'}", {})
+        more = _above(ours.get("samples"), kl.get("samples")) if ours is not kl else ""
+        peak = f"{row['peak_bytes'] / 1e6:.0f}" if "peak_bytes" in row else ""
         lines.append(
-            f"| {scheme} | {step} | {kl['kl']:.4f} ± {kl['error']:.4f} | {row['cpu_seconds']:.0f} |"
+            f"| {scheme} | {step} | {kl['kl']:.4f} ± {kl['error']:.4f} | {more} "
+            f"| {row['cpu_seconds']:.0f} | {peak} |"
         )
     return "\n".join(lines)
+
+
+def _above(before: list[float] | None, after: list[float] | None) -> str:
+    """Return the mean difference over the same samples, and its standard error."""
+    if before is None or after is None:
+        return ""
+    mean, error = mean_and_error([b - a for a, b in zip(before, after, strict=True)])
+    return f"{mean:+.4f} ± {error:.4f}"
 
 
 def script_checkpoints_table(found: dict) -> str:

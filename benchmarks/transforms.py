@@ -5,8 +5,10 @@ checkpoint is compared with the original as it would be served, inputs rounded t
 held-out text, with its standard error over samples.
 
     python benchmarks/transforms.py MODEL --text FILE [--samples 16] [--rows NAME ...] [--json FILE]
+                                    [--peer-python PYTHON]
 
-Rows that FILE has already are kept, so rows can be measured one after another.
+Rows that FILE has already are kept, so rows can be measured one after another. PYTHON, of an
+environment with llm-compressor, runs the rows that name it; their checkpoints are compared alike.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import resource
 import sys
 import tempfile
 import time
@@ -46,27 +49,105 @@ STEPS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "SmoothQuant 0.8": [("SmoothQuantModifier", {"smoothing_strength": 0.8})],
     "AWQ": [("AWQModifier", {})],
     "auto": [("TransformModifier", {})],
+    "dynamic where needed": [],
+    "auto, dynamic where needed": [("TransformModifier", {})],
     "SpinQuant": [("SpinQuantModifier", {}), ("IMatrixGatherer", {})],
     "SpinQuant with R4": [("SpinQuantModifier", WITH_R4), ("IMatrixGatherer", {})],
     "GPTQ": [],
+    "SmoothQuant 0.8, GPTQ": [("SmoothQuantModifier", {"smoothing_strength": 0.8})],
     "SpinQuant, GPTQ": [("SpinQuantModifier", {})],
     "AWQ, GPTQ": [("AWQModifier", {})],
     "auto, GPTQ": [("TransformModifier", {})],
 }
-ROWS = [f"{scheme}: {step}" for scheme in SCHEMES for step in STEPS]
+PEER = "llm-compressor's "
+PEER_STEPS = ("AWQ", "SmoothQuant 0.8, GPTQ", "SpinQuant")
+ROWS = [
+    f"{scheme}: {step}"
+    for scheme in SCHEMES
+    for step in (*STEPS, *(PEER + step for step in PEER_STEPS))
+]
 
 
 # ---- in a process of its own ----
 
 
-def row(model: str, name: str, tokens: str) -> dict[str, Any]:
+def row(model: str, name: str, tokens: str, peer_python: str) -> dict[str, Any]:
+    """Quantize, and compare with the original; in our environment."""
     import torch
 
-    from steelyard import modifiers, oneshot
     from steelyard.evaluate import evaluate
 
-    texts = {key: torch.tensor(ids) for key, ids in json.loads(Path(tokens).read_text()).items()}
-    calibration = texts.pop("calibration")
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "q"
+        if PEER in name:
+            found = asked(peer_python, "peer", model, name, tokens, output, script=__file__)
+        else:
+            found = quantized(model, name, tokens, output)
+        texts = json.loads(Path(tokens).read_text())
+        for key in (key for key in texts if key != "calibration"):
+            ids = torch.tensor(texts[key])
+            size = {"num_samples": 1, "max_seq_length": ids.shape[1]}
+            samples = [evaluate(model, output, [{"input_ids": each}], **size) for each in ids]
+            each_kl = [each.kl_divergence for each in samples]
+            kl, error = mean_and_error(each_kl)
+            found[key] = {"kl": kl, "error": error, "samples": each_kl}
+    return found
+
+
+def calibrating(tokens: str) -> tuple[Any, dict[str, int]]:
+    """Return a loader of the calibration samples, and their number and length."""
+    import torch
+
+    ids = torch.tensor(json.loads(Path(tokens).read_text())["calibration"])
+    loader = torch.utils.data.DataLoader([{"input_ids": each} for each in ids])
+    return loader, {"num_calibration_samples": len(ids), "max_seq_length": ids.shape[1]}
+
+
+def figures(clock: float, cpu: float) -> dict[str, Any]:
+    return {
+        "seconds": time.perf_counter() - clock,
+        "cpu_seconds": time.process_time() - cpu,
+        "peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+    }
+
+
+def peer(model: str, name: str, tokens: str, output: str) -> dict[str, Any]:
+    """Quantize with llm-compressor, in its environment."""
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.awq import AWQModifier
+    from llmcompressor.modifiers.gptq import GPTQModifier
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+    from llmcompressor.modifiers.transform import SpinQuantModifier
+    from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
+    from llmcompressor.pipelines.cache import IntermediatesCache
+
+    IntermediatesCache.pin_memory = lambda *_: None  # AWQ pins memory: needs an accelerator
+    scheme, _, step = name.partition(f": {PEER}")
+    groups = {"group_0": {"targets": ["Linear"], **SCHEMES[scheme]}}
+    last: dict[str, Any] = {"config_groups": groups, "ignore": ["lm_head"]}
+    smoothing = [["re:.*q_proj", "re:.*k_proj", "re:.*v_proj"], "re:.*input_layernorm"]
+    second = [["re:.*gate_proj", "re:.*up_proj"], "re:.*post_attention_layernorm"]
+    recipes: dict[str, Any] = {
+        "AWQ": lambda: [AWQModifier(**last)],
+        "SmoothQuant 0.8, GPTQ": lambda: [
+            SmoothQuantModifier(smoothing_strength=0.8, mappings=[smoothing, second]),
+            GPTQModifier(**last),
+        ],
+        "SpinQuant": lambda: [
+            SpinQuantModifier(rotations=["R1", "R2"], transform_type="random-hadamard"),
+            QuantizationModifier(**last),
+        ],
+    }
+    loader, size = calibrating(tokens)
+    clock, cpu = time.perf_counter(), time.process_time()
+    oneshot(model=model, dataset=loader, recipe=recipes[step](), output_dir=output, **size)
+    return figures(clock, cpu)
+
+
+def quantized(model: str, name: str, tokens: str, output: Path) -> dict[str, Any]:
+    from steelyard import modifiers, oneshot
+
+    loader, more = calibrating(tokens)  # and options of `oneshot`
     scheme, _, step = name.partition(": ")
     recipe: list[Any] = [getattr(modifiers, kind)(**given) for kind, given in STEPS[step]]
     last = modifiers.GPTQModifier if "GPTQ" in step else modifiers.QuantizationModifier
@@ -76,25 +157,15 @@ def row(model: str, name: str, tokens: str) -> dict[str, Any]:
     recipe.append(last(**given, ignore=["lm_head"]))
     if not STEPS[step] and "GPTQ" not in step:  # weights are weighted by importance in all rows
         recipe.insert(0, modifiers.IMatrixGatherer())
-    loader = torch.utils.data.DataLoader([{"input_ids": each} for each in calibration])
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "q"
-        clock, cpu = time.perf_counter(), time.process_time()
-        size = {"num_calibration_samples": len(loader), "max_seq_length": calibration.shape[1]}
-        oneshot(model, recipe, loader, output, **size)
-        found: dict[str, Any] = {
-            "seconds": time.perf_counter() - clock,
-            "cpu_seconds": time.process_time() - cpu,
-        }
-        for key, ids in texts.items():
-            size = {"num_samples": 1, "max_seq_length": ids.shape[1]}
-            samples = [evaluate(model, output, [{"input_ids": each}], **size) for each in ids]
-            kl, error = mean_and_error([each.kl_divergence for each in samples])
-            found[key] = {"kl": kl, "error": error}
-    return found
+    if step.endswith("dynamic where needed"):
+        more["uncalibratable"] = "dynamic"
+    clock, cpu = time.perf_counter(), time.process_time()
+    result = oneshot(model, recipe, loader, output, **more)
+    unserved = [note.partition(":")[0] for note in result.notes if "no static scale" in note]
+    return {**figures(clock, cpu), "unserved": unserved}
 
 
-TASKS = {"row": row, "tokenize": tokenize}
+TASKS = {"row": row, "peer": peer, "tokenize": tokenize}
 
 run = functools.partial(asked, sys.executable, script=__file__)
 
@@ -107,7 +178,8 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--text", default="-")
     parser.add_argument("--samples", type=int, default=16)
-    parser.add_argument("--rows", nargs="*", default=ROWS)
+    parser.add_argument("--rows", nargs="*", default=[each for each in ROWS if PEER not in each])
+    parser.add_argument("--peer-python", default=sys.executable)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     results: dict[str, Any] = {}
@@ -117,7 +189,7 @@ def main() -> None:
         tokens = Path(folder) / "tokens.json"
         run("tokenize", options.model, options.text, "-", options.samples, tokens)
         for name in options.rows:
-            results[name] = run("row", options.model, name, tokens)
+            results[name] = run("row", options.model, name, tokens, options.peer_python)
             texts = {key: each for key, each in results[name].items() if isinstance(each, dict)}
             shown = "  ".join(f"{k} {v['kl']:.4f} ± {v['error']:.4f}" for k, v in texts.items())
             print(f"{name:40} {shown}  CPU {results[name]['cpu_seconds']:.0f} s", flush=True)

@@ -12,7 +12,7 @@ recipe = [
     QuantizationModifier(scheme="W4A16", targets=[r"re:.*mlp\.(gate|up|down)_proj$"]),
 ]
 plan = oneshot(model_folder(), recipe, dry_run=True).plan
-print(*str(plan).splitlines()[:5], sep="\n")
+print(*str(plan).splitlines()[:6], sep="\n")
 
 result = oneshot(model_folder(), recipe, output_dir="mixed")
 print(repr(result).replace(str(result.output_dir), "mixed"))

@@ -26,7 +26,7 @@ from steelyard.algorithms.input_statistics import InputStatistics
 from steelyard.algorithms.pairs import Pair, folded
 from steelyard.checkpoint.written import WrittenCheckpoint
 from steelyard.errors import RecipeError
-from steelyard.modifiers import Modifier, QuantizationModifier
+from steelyard.modifiers import GPTQModifier, Modifier, QuantizationModifier
 from steelyard.modifiers.auto_transform import TransformModifier
 from steelyard.modifiers.awq import AWQMapping, AWQModifier
 from steelyard.modifiers.smoothing import LogarithmicEqualizationModifier, SmoothQuantModifier
@@ -242,6 +242,33 @@ def test_what_held_out_tokens_do_not_confirm_is_not_taken(
     plain = QuantizationModifier(config_groups={"all": GROUPS}, ignore=["lm_head"])
     result = run(source, tmp_path / "q", AWQModifier(), plain)
     assert not result.changed
+
+
+def test_what_the_output_of_the_layer_does_not_confirm_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Readers that seem to gain, but a layer whose output gets worse as stored."""
+
+    def found(block: Block, pair: Pair, *_: Any) -> Any:
+        factor = torch.ones(pair.size)
+        factor[::32] = 100.0  # one column of each group
+        return factor, [0.5, 0.5]
+
+    monkeypatch.setattr("steelyard.algorithms.awq.best_factor", found)
+    source = saved(tmp_path / "m", "llama")
+    plain = QuantizationModifier(config_groups={"all": GROUPS}, ignore=["lm_head"])
+    result = run(source, tmp_path / "q", AWQModifier(), plain)
+    assert not result.changed
+
+
+@pytest.mark.parametrize("step", [AWQModifier(n_grid=2), TransformModifier(n_grid=2)])
+def test_gptq_is_left_what_only_rounding_to_nearest_gains(step: Any, tmp_path: Path) -> None:
+    source = saved(tmp_path / "m", "llama")
+    options = {"config_groups": {"all": GROUPS}, "ignore": ["lm_head"]}
+    result = run(source, tmp_path / "both", step, GPTQModifier(**options))
+    run(source, tmp_path / "alone", GPTQModifier(**options))
+    assert_same_tensors(tmp_path / "both", tmp_path / "alone")
+    assert any("input not balanced" in n and "makes up for large" in n for n in result.notes)
 
 
 def test_awq_with_a_scheme_of_its_own(tmp_path: Path) -> None:

@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 from commands import Command
 
+from steelyard import oneshot
 from steelyard.engine.weight_comparison import compare
-from steelyard.report import Report, write_files
+from steelyard.evaluate.checkpoint_comparison import compare_checkpoints
+from steelyard.modifiers import QuantizationModifier
+from steelyard.report import Report, report_at, write_files
 
 
 def test_document_is_that_of_the_python_call(
@@ -83,6 +86,94 @@ def test_scheme_that_does_not_fit_is_told_and_the_others_run(
     whole = steelyard("compare", model, *options)
     assert whole.code == 0
     assert [line.split()[1] for line in whole.out.splitlines()[1:3]] == ["FP8_BLOCK", "W8A8"]
+
+
+def test_observers_by_output_error(steelyard: Command, workplace: Path, model: Path) -> None:
+    data = workplace / "calibration.txt"
+    options = ["--schemes", "W4A16", "--observers", "memoryless_minmax", "--samples", 2]
+    options += ["--max-seq-length", 32, "--data", data]
+    answer = steelyard("compare", model, *options)
+    assert answer.code == 0, answer.err
+    assert "output error" in answer.out.splitlines()[0]
+    assert "errors of outputs, on 2 samples with 64 tokens" in answer.out
+    document = steelyard("compare", model, *options, "--json").document
+    reading = {"data": str(data), "num_samples": 2, "max_seq_length": 32}
+    expected = compare(model, ["W4A16"], ["memoryless_minmax"], **reading).as_dict()
+    assert document["measure"] == "output"
+    assert document["cases"][0]["modules"] == expected["cases"][0]["modules"]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(workplace: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("made")
+    model = workplace / "path" / "to" / "model"
+    for scheme in ("W4A16", "W8A8"):
+        recipe = QuantizationModifier(scheme=scheme, ignore=["lm_head"])
+        oneshot(model, recipe, output_dir=folder / scheme)
+    return [folder / "W4A16", folder / "W8A8"]
+
+
+def test_checkpoints(
+    steelyard: Command, workplace: Path, model: Path, checkpoints: list[Path], tmp_path: Path
+) -> None:
+    data, page = workplace / "held-out.txt", tmp_path / "both.html"
+    limits = ["--samples", 3, "--max-seq-length", 32, "--base", model, "--data", data]
+    answer = steelyard("compare", *checkpoints, *limits, "-o", page)
+    assert answer.code == 0, answer.err
+    lines = answer.out.splitlines()
+    assert [line.split()[0] for line in lines[1:3]] == ["W8A8", "W4A16"], "the closest first"
+    assert "closest" in lines[1].split() and "look" in lines[1]
+    assert f"report of W8A8: {checkpoints[1] / 'report.html'}" in lines
+    document = steelyard("compare", *checkpoints, *limits, "--json").document
+    reading = {"num_samples": 3, "max_seq_length": 32}
+    expected = compare_checkpoints(model, checkpoints, str(data), **reading).as_dict()
+    for found, other in zip(document["checkpoints"], expected["checkpoints"], strict=True):
+        for each in (found["evaluation"], other["evaluation"]):
+            del each["seconds"]
+        assert found == other
+    report = report_at(page)
+    assert report is not None and [row.name for row in report.checkpoints] == ["W8A8", "W4A16"]
+    for row in report.checkpoints:
+        assert row.link is not None
+        assert (tmp_path / row.link).resolve() == checkpoints[0].parent / row.name / "report.html"
+    again = steelyard("compare", *checkpoints, *limits, "-o", page)
+    assert again.code == 0, "it replaces its own page"
+
+
+def test_limits_of_the_verdict_on_checkpoints(
+    steelyard: Command, workplace: Path, model: Path, checkpoints: list[Path]
+) -> None:
+    limits = ["--samples", 3, "--max-seq-length", 32, "--limit", "kl=1e-9:2e-9"]
+    data = ["--base", model, "--data", workplace / "held-out.txt"]
+    found = steelyard("compare", checkpoints[0], *data, *limits, "--json").document
+    measures = {m["name"]: m for m in found["checkpoints"][0]["verdict"]["measures"]}
+    assert (measures["kl"]["ship"], measures["kl"]["stop"]) == (1e-9, 2e-9)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["{q}", "{q}"], "--base is missing"),
+        (["{q}", "--base", "{m}"], "--data is missing"),
+        (["{q}", "--base", "{m}", "--data", "{d}", "--schemes", "W4A16"], "--schemes compares"),
+        (["{q}", "--base", "{m}", "--data", "{d}", "--layers", "1"], "--layers compares"),
+        (["{m}", "--limit", "kl=1"], "--limit is of the verdict"),
+        (["{m}", "--observers", "imatrix_mse"], "weights columns by calibration data"),
+        (["{m}", "--data", "nowhere.txt"], "nowhere.txt"),
+    ],
+)
+def test_options_that_do_not_go_together(
+    options: list[str],
+    problem: str,
+    steelyard: Command,
+    workplace: Path,
+    model: Path,
+    checkpoints: list[Path],
+) -> None:
+    places = {"q": checkpoints[0], "m": model, "d": workplace / "held-out.txt"}
+    answer = steelyard("compare", *(each.format(**places) for each in options))
+    assert answer.code == (1 if "nowhere" in problem else 2) and answer.out == ""
+    assert problem in answer.err
 
 
 def test_bits_and_groups_of_all_schemes(steelyard: Command, model: Path) -> None:

@@ -38,7 +38,7 @@ def test_document_and_checkpoint_are_those_of_the_python_call(
     assert found["source_bytes"] == Shards(model).total_bytes
     assert found["output_bytes"] == Shards(tmp_path / "out").total_bytes
     assert {"name": "lm_head", "reason": "ignored by 'lm_head'"} in found["left"]
-    assert "21 modules to quantize" in answer.err  # the plan
+    assert "will quantize 21 modules" in answer.err  # the plan
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_summary_has_a_line_for_each_kind_of_module(
     assert not any(line.startswith("note:") for line in lines), "the plan's warnings, once more"
     assert "not quantized: lm_head (ignored by 'lm_head')" in lines
     assert any(line.startswith("21 modules quantized in") for line in lines)
-    assert answer.err.startswith("21 modules to quantize")
+    assert answer.err.startswith("will quantize 21 modules")
 
 
 def test_calibrating_on_two_tokens_is_a_warning(
@@ -169,6 +169,71 @@ def test_dry_run_prints_the_plan_and_writes_nothing(
     assert answer.code == 0
     assert answer.out.strip() == str(oneshot(model, recipe, dry_run=True).plan)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_evaluate_in_the_same_command(
+    steelyard: Command, workplace: Path, model: Path, tmp_path: Path
+) -> None:
+    held_out, limits = workplace / "held-out.txt", ["--max-seq-length", 32]
+    arguments = ["--scheme", "W4A16", "--evaluate", held_out, *limits]
+    answer = steelyard("quantize", model, "-o", tmp_path / "one", *arguments)
+    assert answer.code == 0, answer.err
+    assert "verdict: " in answer.out and f"tokens of {held_out}" in answer.out
+    assert steelyard("quantize", model, "-o", tmp_path / "two", "--scheme", "W4A16").code == 0
+    steelyard("evaluate", model, tmp_path / "two", "--data", held_out, *limits)
+    one, two = (read_report(tmp_path / name) for name in ("one", "two"))
+    assert one.verdict is not None and one.verdict == two.verdict
+    assert one.blocks == two.blocks and one.better_recipe == two.better_recipe
+    assert validate_checkpoint(tmp_path / "one") == []
+    output = tmp_path / "json"
+    found = steelyard("quantize", model, "-o", output, *arguments, "--json").document
+    assert found["evaluation"]["verdict"]["word"] == one.verdict.word
+    assert found["output"] == str(output)
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("gone.txt", None, "gone.txt"),
+        ("empty.txt", "", "empty"),
+        ("short.jsonl", '{"text": ""}', "empty"),
+        ("other.jsonl", '{"body": "w1 w2"}', "--text-column"),
+    ],
+)
+def test_held_out_data_is_checked_before_the_run(
+    name: str,
+    content: str | None,
+    problem: str,
+    more: list[str],
+    steelyard: Command,
+    model: Path,
+    tmp_path: Path,
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    arguments = ["--scheme", "W4A16", "--evaluate", tmp_path / name, *more]
+    answer = steelyard("quantize", model, "-o", tmp_path / "q", *arguments)
+    assert answer.code == 1 and problem in answer.err
+    assert answer.out == "" and "will quantize" not in answer.err
+    assert not (tmp_path / "q").exists()
+
+
+def test_interrupted_evaluation_leaves_the_checkpoint(
+    steelyard: Command,
+    workplace: Path,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("steelyard.evaluate.studies.evaluate", stop)
+    arguments = ["--scheme", "W8A8", "--evaluate", workplace / "held-out.txt"]
+    answer = steelyard("quantize", model, "-o", tmp_path / "q", *arguments)
+    assert answer.code == 130 and "is complete" in answer.err
+    assert validate_checkpoint(tmp_path / "q") == []
 
 
 def test_interrupted_run_is_taken_up_again(

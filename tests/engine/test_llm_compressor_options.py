@@ -159,7 +159,7 @@ def test_log_file_has_plan_and_result_or_error(source: Path, tmp_path: Path) -> 
         oneshot(source, STATIC, None, tmp_path / "r", log_dir=logs)
     good, bad = sorted(logs.iterdir(), key=lambda path: path.stat().st_mtime_ns)
     assert good.name.startswith("oneshot_") and good.suffix == ".log"
-    assert "21 modules to quantize" in good.read_text() and "checkpoint:" in good.read_text()
+    assert "will quantize 21 modules" in good.read_text() and "checkpoint:" in good.read_text()
     assert "failed: DataError" in bad.read_text()
 
 

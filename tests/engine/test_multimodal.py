@@ -51,7 +51,7 @@ def test_a_folder_and_a_module_give_one_checkpoint_that_transformers_loads(
     made, data = multimodal_model(family), samples_for_model(family, 4)
     made.save_pretrained(tmp_path / "m")
     result = run(tmp_path / "m", RECIPES[kind], data, tmp_path / "folder")
-    assert result.plan.route.startswith("runs one layer at a time: ")
+    assert result.plan.route.startswith("one layer at a time: ")
     assert all(module.tokens for module in result.modules.values())
     loaded = type(made).from_pretrained(tmp_path / "m", dtype=torch.bfloat16)
     run(loaded, RECIPES[kind], data, tmp_path / "module")
@@ -158,7 +158,7 @@ def test_the_plan_says_how_the_model_runs(tmp_path: Path) -> None:
     model, data = multimodal_model("mllama"), samples_for_model("mllama")
     plan = run(model, RECIPES["FP8"], data, dry_run=True).plan
     assert plan.route == (
-        "runs one layer at a time: model.vision_model.transformer.layers.{0-1} (2 layers), then "
+        "one layer at a time: model.vision_model.transformer.layers.{0-1} (2 layers), then "
         "model.vision_model.global_transformer.layers.0 (1 layer), then "
         "model.language_model.layers.{0-2} (3 layers)"
     )

@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from compressed_tensors.quantization import QuantizationScheme
 from families import assert_same_tensors, read, small_model
+from interruption import Stop, small_steps, stop_at_mark
+from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from steelyard import oneshot
+from steelyard.algorithms.as_stored import rounded_inputs
 from steelyard.modifiers import GPTQModifier, QuantizationModifier
 
 NAME = "model.layers.0.mlp.down_proj"
@@ -82,6 +86,56 @@ def test_named_or_dynamic(modifier: Any, folder: Path, tmp_path: Path) -> None:
     )
     assert "group_0" in config["config_groups"]
     assert distance(folder, tmp_path / "dynamic") < 0.5 * distance(folder, tmp_path / "static")
+
+
+@pytest.mark.parametrize("choice", ["note", "dynamic", "leave"])
+def test_candidates_of_a_transform_are_rounded_as_served(choice: str) -> None:
+    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
+    x[0, 0] = 3000.0
+    module: Any = torch.nn.Linear(32, 8)
+    module.quantization_scheme = QuantizationScheme(**STATIC)
+    rounding = rounded_inputs(module, x, choice)
+    if choice == "leave":
+        assert rounding is None
+        return
+    assert rounding is not None
+    step = x.abs().amax(1, keepdim=True) / 127.5
+    per_token = (x / step).round().clamp(-128, 127) * step
+    if choice == "dynamic":
+        assert_close(rounding(x), per_token)
+    else:
+        assert float((rounding(x)[1:]).abs().max()) == 0, "the huge value sets the range"
+
+
+@pytest.mark.parametrize("modifier", [QuantizationModifier, GPTQModifier])
+def test_left_unquantized(modifier: Any, folder: Path, tmp_path: Path) -> None:
+    quantized(folder, tmp_path / "static", modifier)
+    result = quantized(folder, tmp_path / "left", modifier, uncalibratable="leave")
+    assert any(n.startswith(f"{NAME}: no static") and "not quantized" in n for n in result.notes)
+    assert NAME not in result.modules and NAME not in {p.name for p in result.plan.quantized}
+    assert [left.name for left in result.plan.left if "no static" in left.reason] == [NAME]
+    left, source = read(tmp_path / "left"), read(folder)
+    assert_close(left[f"{NAME}.weight"], source[f"{NAME}.weight"], rtol=0, atol=0)
+    assert not [name for name in left if name.startswith(NAME) and name != f"{NAME}.weight"]
+    config = json.loads((tmp_path / "left" / "config.json").read_text())["quantization_config"]
+    assert NAME in config["ignore"]
+    assert distance(folder, tmp_path / "left") < 0.5 * distance(folder, tmp_path / "static")
+
+
+def test_a_resumed_run_leaves_the_same(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantized(folder, tmp_path / "whole", uncalibratable="leave")
+    with small_steps():
+        with monkeypatch.context() as patch:
+            stop_at_mark(patch, 2)
+            with pytest.raises(Stop):
+                quantized(folder, tmp_path / "stopped", uncalibratable="leave")
+        result = quantized(folder, tmp_path / "stopped", uncalibratable="leave")
+    assert any("resumed after" in note for note in result.notes)
+    assert_same_tensors(tmp_path / "whole", tmp_path / "stopped")
+    configs = [json.loads((tmp_path / n / "config.json").read_text()) for n in ("whole", "stopped")]
+    assert configs[0] == configs[1]
 
 
 def test_statistics_of_a_file_decide_the_same(folder: Path, tmp_path: Path) -> None:

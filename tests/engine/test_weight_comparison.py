@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import in_fp32, samples
 from families import small_model
 
 from steelyard import oneshot
 from steelyard.checkpoint import CheckpointView
-from steelyard.engine.weight_comparison import by_depth, compare, layer_of, snr
+from steelyard.engine.compared_weights import by_depth, layer_of, snr
+from steelyard.engine.weight_comparison import compare
 from steelyard.errors import OptionError, PlanError
 from steelyard.modifiers import QuantizationModifier
 
@@ -47,6 +49,72 @@ def test_errors_are_those_of_a_run(model: Path, tmp_path: Path) -> None:
     ]
     for i, case in enumerate(found.cases):
         assert case.errors == real_errors(model, case.scheme, case.observer, tmp_path / str(i))
+
+
+@torch.no_grad()
+def output_errors(model: Path, quantized: Path, data: list[list[int]]) -> dict[str, float]:
+    """Return the output error of each Linear, from what flows through transformers' modules."""
+    whole, rounded = in_fp32(model), in_fp32(quantized)
+    found: dict[str, list[float]] = {}
+    for name, module in whole.named_modules():
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+
+            def note(_m: Any, args: Any, output: Any, name: str = name) -> None:
+                weight = rounded.get_submodule(name).weight
+                off = (args[0] @ weight.T - output).double()
+                sums = found.setdefault(name, [0.0, 0.0])
+                sums[0] += float(off.square().sum())
+                sums[1] += float(output.double().square().sum())
+
+            module.register_forward_hook(note)
+    for ids in data:
+        whole(torch.tensor([ids]))
+    return {name: noise / signal for name, (noise, signal) in found.items()}
+
+
+def test_with_data_errors_are_those_of_outputs(model: Path, tmp_path: Path) -> None:
+    data = samples(seed=7)
+    found = compare(model, ["W4A16", "NVFP4A16"], ["memoryless_minmax"], data=data)
+    assert found.data is not None and found.unseen == []
+    for case in found.cases:
+        out = tmp_path / case.scheme
+        recipe = QuantizationModifier(
+            scheme=case.scheme, ignore=["lm_head"], weight_observer="memoryless_minmax"
+        )
+        oneshot(model, recipe, output_dir=out)
+        assert case.errors == pytest.approx(output_errors(model, out, data), rel=2e-3)
+    weights = compare(model, ["W4A16"], ["memoryless_minmax"])
+    assert weights.cases[0].errors != found.cases[0].errors
+    assert (weights.as_dict()["measure"], found.as_dict()["measure"]) == ("weight", "output")
+
+
+def test_with_data_columns_are_weighted_as_in_a_run(model: Path, tmp_path: Path) -> None:
+    """`imatrix_mse` is refused without data; with it, it finds the scales of a run."""
+    data = samples(seed=7)
+    with pytest.raises(OptionError, match="data="):
+        compare(model, ["W4A16"], ["imatrix_mse"])
+    (case,) = compare(model, ["W4A16"], ["imatrix_mse"], data=data).cases
+    recipe = QuantizationModifier(scheme="W4A16", ignore=["lm_head"], weight_observer="imatrix_mse")
+    oneshot(model, recipe, data, tmp_path / "q", propagate_error=False)
+    found = output_errors(model, tmp_path / "q", data)
+    assert case.errors == pytest.approx(found, rel=0.02)  # inputs of the run are in bf16
+
+
+def test_experts_that_no_token_reaches_are_listed(experts: Path) -> None:
+    observers = ["memoryless_minmax"]
+    few = compare(experts, ["NVFP4A16"], observers, data=[[5, 6, 7]])
+    many = compare(experts, ["NVFP4A16"], observers, data=samples(seed=7))
+    assert many.unseen == [] and "model.layers.0.mlp.experts.3.up_proj" in many.energies
+    assert few.unseen and all(".experts." in name for name in few.unseen)
+    assert set(few.unseen) | set(few.energies) == set(many.energies)
+    assert set(few.cases[0].errors) == set(few.energies), "no weight errors among those of outputs"
+    with pytest.raises(PlanError, match="no token of the data reaches"):
+        compare(experts, ["W8A8"], observers, data=[[5, 6, 7]], keep=lambda n: n in few.unseen)
+
+
+def test_the_head_has_inputs_too(model: Path) -> None:
+    found = compare(model, ["W8A8"], ["optimal"], ignore=[], data=samples(seed=7))
+    assert "lm_head" in found.cases[0].errors and found.unseen == []
 
 
 def test_experts(experts: Path, tmp_path: Path) -> None:

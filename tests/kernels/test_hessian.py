@@ -6,7 +6,13 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from steelyard.kernels.hessian import accumulate, empty_slab, slab_starts, symmetric
+from steelyard.kernels.hessian import (
+    accumulate,
+    empty_slab,
+    output_square,
+    slab_starts,
+    symmetric,
+)
 
 
 def inputs(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -45,3 +51,12 @@ def test_is_symmetric_and_the_same_each_time() -> None:
 
 def test_no_tokens() -> None:
     assert not hessian_of(torch.zeros(0, 5)).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 1), (40, 300), (300, 129)])
+def test_output_square_is_that_of_the_outputs(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    weight, x = inputs(*shape).to(dtype), inputs(64, shape[1], seed=1)
+    outputs = x.double() @ weight.double().t()
+    found = output_square(weight, x.t() @ x)
+    assert found == pytest.approx(float(outputs.square().sum()), rel=1e-5)

@@ -198,7 +198,7 @@ def test_heads_have_ranges_of_their_own() -> None:
     args = QuantizationArgs(num_bits=8, type="float", strategy="attn_head")
     x = torch.randn(2, 3, 50, 16, generator=torch.Generator().manual_seed(4))
     x *= torch.tensor([0.01, 1, 300]).reshape(1, 3, 1, 1)
-    for name in ("percentile", "entropy", "histogram_mse"):
+    for name in ("percentile", "entropy", "histogram_mse", "token_mse"):
         together = Observer.load_from_registry(name, base_name="k", args=args)(x)
         for head in range(3):
             alone = Observer.load_from_registry(name, base_name="k", args=args)(x[:, [head]])

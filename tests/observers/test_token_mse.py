@@ -128,6 +128,20 @@ def test_tables_are_numpys_and_join_in_any_order(
     assert int(whole[:, KEYS:].sum()) == x.numel()
 
 
+@pytest.mark.parametrize("kind", ["int", "float"])
+@pytest.mark.parametrize("huge", [1.0, 20.0, 300.0, 30000.0])
+def test_unserved_if_most_tokens_lose_half_of_their_norm(kind: str, huge: float) -> None:
+    """The largest values of most tokens are above half a step, but little else of them is."""
+    values = tokens_of(huge)
+    observer = observed(values, type=kind, relative=0.0)
+    scale = float(observer.get_qparams()["scale"])
+    x = np.concatenate([v.double().numpy().reshape(-1, 96) for v in values])
+    off = np.linalg.norm(rounded(x / scale, kind) * scale - x, axis=1) / np.linalg.norm(x, axis=1)
+    assert np.abs(np.median(off) - 0.5) > 0.1, "near the threshold, bins decide"
+    reason = observer.unserved()
+    assert (reason is not None and "lose half of their norm" in reason) == (np.median(off) > 0.5)
+
+
 def test_too_many_histograms_and_damaged_tables_are_refused(tmp_path) -> None:
     args = QuantizationArgs(num_bits=4, strategy="group", group_size=32)
     wide = Observer.load_from_registry("token_mse", base_name="weight", args=args)

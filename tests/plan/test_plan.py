@@ -19,7 +19,7 @@ from steelyard.checkpoint import CheckpointView
 from steelyard.entry import oneshot
 from steelyard.errors import PlanError
 from steelyard.model.file_modules import FilesModel
-from steelyard.modifiers import IMatrixGatherer, Modifier, QuantizationModifier
+from steelyard.modifiers import GPTQModifier, IMatrixGatherer, Modifier, QuantizationModifier
 from steelyard.plan.plan import Plan, make_plan
 
 
@@ -391,10 +391,42 @@ def test_convolutions_that_are_linear_layers_are_listed() -> None:
 def test_text_of_a_plan() -> None:
     plan = plan_of(small_model("llama"), scheme="FP8_DYNAMIC", ignore=["lm_head"])
     text = str(plan)
-    assert "21 modules to quantize" in text
-    assert "float-quantized" in text
-    assert "lm_head (ignored by 'lm_head')" in text
-    assert re.search(r"^[\d.]+ kB -> [\d.]+ kB; about [\d.]+ kB of memory", text, re.MULTILINE)
+    assert text.startswith("will quantize 21 modules\n")
+    assert "will not quantize: lm_head (ignored by 'lm_head')" in text
+    assert re.search(r"^size +[\d.]+ kB -> [\d.]+ kB$", text, re.MULTILINE)
+    assert re.search(r"^memory +about [\d.]+ kB$", text, re.MULTILINE)
+    assert re.search(r"^time +about 1 s$", text, re.MULTILINE)
+
+
+def row_of(**options: Any) -> dict[str, str]:
+    """Return the only row of the table in a plan, by the titles."""
+    made = GPTQModifier if options.pop("gptq", False) else QuantizationModifier
+    modifier = made(ignore=["lm_head"], **options)
+    plan = make_plan(small_model("llama"), modifiers=[modifier])
+    titles, row = (re.split(r" {2,}", line.strip()) for line in str(plan).split("\n")[1:3])
+    return dict(zip(titles, row, strict=True))
+
+
+def test_the_table_differs_as_recipes_do() -> None:
+    weights = {"targets": ["Linear"], "weights": {"num_bits": 4, "strategy": "group"}}
+    weights["weights"] |= {"group_size": 32, "observer": "memoryless_minmax"}
+    plain = row_of(config_groups={"small": weights})
+    assert plain == {
+        "group": "small",
+        "modules": "21",
+        "weights": "int4 group 32",
+        "bits": plain["bits"],
+        "observer": "memoryless_minmax",
+        "algorithm": "nearest",
+        "inputs": "not quantized",
+        "stored as": "pack-quantized",
+    }
+    assert 4.5 < float(plain["bits"]) < 4.6, "a scale of 16 bits for 32 weights, and the shape"
+    assert row_of(config_groups={"small": weights}, gptq=True)["algorithm"] == "gptq"
+    dynamic, static = row_of(scheme="FP8_DYNAMIC"), row_of(scheme="FP8")
+    assert (dynamic["weights"], dynamic["inputs"]) == ("fp8 channel", "fp8 token, dynamic")
+    assert (static["weights"], static["inputs"]) == ("fp8 tensor", "fp8 tensor, token_mse")
+    assert static["stored as"] == "float-quantized"
 
 
 def test_tied_weight_is_counted_once() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
-from reports import HOSTILE, KINDS, hostile, layered, studied, with_experts
+from reports import HOSTILE, KINDS, checkpoint, hostile, layered, studied, with_experts
 
 from steelyard.report import ComparisonRow, Report
 
@@ -388,6 +388,19 @@ def test_comparison_draws_what_the_model_lost_where_it_is_known(
     assert paths == [600, 600], "over the layer that is not known"
 
 
+def test_comparison_has_a_chart_where_sizes_and_losses_are_known(show: Callable[..., Page]) -> None:
+    made = [
+        ComparisonRow(scheme=scheme, bytes=size, evaluation={"kl_divergence": kl})
+        for scheme, size, kl in (("W4A16", 10**7, 0.1), ("W8A16", 2 * 10**7, 0.01))
+    ]
+    page = show(Report(comparison=made))
+    dots = page.locator("#comparison .dot")
+    assert dots.all_inner_texts() == ["A", "B"]
+    assert dots.first.get_attribute("aria-label") == "W4A16: 10.0 MB, KL divergence 0.1"
+    marks = page.locator("#comparison .mark").evaluate_all("all => all.map(e => e.dataset.mark)")
+    assert marks == ["A", "B"]
+
+
 def test_evaluation(show: Callable[..., Page]) -> None:
     found = {"base_perplexity": 8.0, "perplexity": 8.2, "top1_agreement": 0.95, "speed": 3.25}
     found |= {"kl_divergence": 0.002, "kl_p99": 0.01, "kl_max": 0.5}
@@ -403,6 +416,77 @@ def test_evaluation(show: Callable[..., Page]) -> None:
 def test_empty_report(show: Callable[..., Page]) -> None:
     page = show(Report())
     expect(page.get_by_role("heading", level=1)).to_have_text("Comparison")
+
+
+def several() -> Report:
+    """Four checkpoints: the last is larger and worse than the second."""
+    rows = [
+        checkpoint(
+            "eight", 9 * 10**9, 0.002, verdict="ship", bits_per_weight=8.0, link="eight/report.html"
+        ),
+        checkpoint("mixed", 6 * 10**9, 0.01, within_noise=True),
+        checkpoint("four", 5 * 10**9, 0.08, link="four/report.html"),
+        checkpoint("naive", 7 * 10**9, 0.5, verdict="do not ship", smallest=False),
+    ]
+    return Report(title="Checkpoints of m", checkpoints=rows, notes=["a note"])
+
+
+def test_checkpoints_are_placed_by_size_and_divergence(show: Callable[..., Page]) -> None:
+    page = show(several())
+    dots = page.locator("#checkpoints .dot")
+    assert dots.all_inner_texts() == ["A", "B", "C", "D"]
+    boxes = [dot.bounding_box() for dot in dots.all()]
+    across = [box["x"] for box in boxes if box is not None]
+    down = [box["y"] for box in boxes if box is not None]
+    assert sorted(range(4), key=lambda i: across[i]) == [2, 1, 3, 0], "larger to the right"
+    assert sorted(range(4), key=lambda i: down[i]) == [3, 2, 1, 0], "worse further up"
+    front = page.locator("#checkpoints path.front").get_attribute("d")
+    assert front is not None and front.count("L") == 2, "the fourth is beaten in both"
+    cells = [
+        [cell.strip() for cell in row.locator("th, td").all_inner_texts()]
+        for row in page.locator("#checkpoints tbody tr").all()
+    ]
+    assert [row[0] for row in cells] == ["eight", "mixed", "four", "naive"]
+    assert cells[0][1:7] == ["ship", "W4A16", "9.00 GB", "8.00", "0.002 ± 0.0002", "closest"]
+    assert [row[6] for row in cells[1:]] == ["within noise", "+0.08", "+0.5"]
+
+
+def test_reports_of_checkpoints_are_reached_by_keyboard(show: Callable[..., Page]) -> None:
+    page = show(several())
+    links = page.locator("#checkpoints a")
+    addresses = [links.nth(i).get_attribute("href") for i in range(links.count())]
+    assert addresses == [*["./eight/report.html", "./four/report.html"] * 2]
+    page.locator("#theme").focus()
+    page.keyboard.press("Tab")
+    focused = "document.activeElement.getAttribute('aria-label')"
+    assert page.evaluate(focused) == "eight: 9.00 GB, KL divergence 0.002"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_checkpoints_have_contrast_and_fit_a_phone(scheme: str, show: Callable[..., Page]) -> None:
+    page = show(several(), width=375, scheme=scheme)
+    assert page.evaluate("document.scrollingElement.scrollWidth") == 375
+    assert {pair: ratio for pair, ratio in contrasts(page).items() if ratio < 4.5} == {}
+
+
+@pytest.mark.parametrize(
+    ("losses", "dots"),
+    [([0.1], 0), ([0.0, 0.2], 2), ([0.3, 0.3], 2), ([1e-7, 2.0, 1e-3], 3)],
+    ids=["alone", "exact", "equal", "far"],
+)
+def test_size_charts_of_few_and_extreme_values(
+    losses: list[float], dots: int, show: Callable[..., Page]
+) -> None:
+    made = [checkpoint(str(i), 10**9, loss) for i, loss in enumerate(losses)]
+    page = show(Report(checkpoints=made))
+    field = page.locator("#checkpoints .field").bounding_box() if dots else None
+    assert page.locator("#checkpoints .dot").count() == dots
+    for dot in page.locator("#checkpoints .dot").all():
+        box = dot.bounding_box()
+        assert box is not None and field is not None
+        middle = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+        assert field["x"] - 1 <= middle[0] <= field["x"] + field["width"] + 1
+        assert field["y"] - 1 <= middle[1] <= field["y"] + field["height"] + 1
 
 
 # -- narrow, dark, hostile ----------------------------------------------------------------------

@@ -9,6 +9,7 @@ from steelyard.evaluate.diagnosis import BlockCost
 from steelyard.evaluate.token_figures import Continuation, TokenFigures, WorstToken
 from steelyard.evaluate.verdict import Measure, Verdict
 from steelyard.report import (
+    CheckpointRow,
     ComparisonRow,
     ModuleReport,
     Report,
@@ -119,6 +120,13 @@ def with_experts(layers: int = 3, experts: int = 5) -> Report:
     return Report(summary=summary(modules), modules=modules)
 
 
+def checkpoint(name: str, size: int, loss: float, **more: Any) -> CheckpointRow:
+    """A row of a comparison of checkpoints."""
+    given = {"schemes": "W4A16", "kl_p99": 3 * loss, "top1_agreement": 0.9, "verdict": "look"}
+    given |= {"behind": loss, "within_noise": False, "smallest": True, "kl_error": loss / 10}
+    return CheckpointRow(name=name, bytes=size, kl_divergence=loss, **{**given, **more})
+
+
 def hostile(change: Callable[[str], str] = str) -> Report:
     """A report in which every text is one that must not come to life."""
     names = [change(name) for name in HOSTILE]
@@ -135,6 +143,7 @@ def hostile(change: Callable[[str], str] = str) -> Report:
         recipe="\n".join(names),
         evaluation=dict.fromkeys(names, names[0]),
         comparison=[ComparisonRow(scheme=n, observer=n, evaluation={n: n}) for n in names],
+        checkpoints=[checkpoint(n, 100 + i, 0.1, schemes=n, link=n) for i, n in enumerate(names)],
     )
 
 

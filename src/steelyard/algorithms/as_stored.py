@@ -6,7 +6,7 @@ if the format has one for all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from steelyard.observers import Observer
 from steelyard.observers.importance_base import ImportanceObserver
 from steelyard.observers.steps import args_for
 
-__all__ = ["Rounding", "rounded_inputs", "rounded_weights"]
+__all__ = ["Rounding", "per_token", "rounded_inputs", "rounded_weights", "shared_rounding"]
 
 Rounding = Callable[[torch.Tensor], torch.Tensor]
 
@@ -53,12 +53,31 @@ def rounded_weights(
     }
 
 
-@torch.no_grad()
-def rounded_inputs(module: Module, x: torch.Tensor, ranges: torch.Tensor) -> Rounding | None:
-    """Return a function that rounds inputs of a module; None if its scheme does not.
+def shared_rounding(
+    modules: Mapping[str, Module], names: Sequence[str], x: torch.Tensor, unserved: str
+) -> dict[str, Rounding]:
+    """Return how modules round the input that they share, by name; those that do not are absent.
 
-    x:      (tokens, channels), a sample of its inputs, for the observer of a static scale
-    ranges: (2, channels), the smallest and largest values over all inputs
+    Modules with equal schemes share one function of `rounded_inputs`.
+    """
+    found: dict[str, Rounding | None] = {}
+    by_name: dict[str, Rounding] = {}
+    for name in names:
+        args = args_for(modules[name], "input")
+        key = "" if args is None else args.model_dump_json()
+        if key not in found:
+            found[key] = rounded_inputs(modules[name], x, unserved)
+        if (rounding := found[key]) is not None:
+            by_name[name] = rounding
+    return by_name
+
+
+@torch.no_grad()
+def rounded_inputs(module: Module, x: torch.Tensor, unserved: str = "note") -> Rounding | None:
+    """Return a function that rounds inputs of a module; None if they are not rounded.
+
+    x:        (tokens, channels), inputs for the observer of a static scale
+    unserved: what happens if no static scale serves them: note, dynamic or leave
     """
     args = args_for(module, "input")
     if args is None:
@@ -66,8 +85,16 @@ def rounded_inputs(module: Module, x: torch.Tensor, ranges: torch.Tensor) -> Rou
     if args.dynamic is True:
         return _rounding(module, "input", args, None)
     observer = _observer(args, "input")
-    observer(torch.cat([x, ranges.to(x)])[None])
+    observer(x[None])
+    if unserved != "note" and observer.unserved() is not None:
+        return _rounding(module, "input", per_token(args), None) if unserved == "dynamic" else None
     return _rounding(module, "input", args, observer)
+
+
+def per_token(args: QuantizationArgs) -> QuantizationArgs:
+    """Return the same type with a scale for each token, which a server computes."""
+    changed = {"dynamic": True, "strategy": "token", "observer": None, "observer_kwargs": {}}
+    return args.model_copy(update=changed)
 
 
 def _observer(args: QuantizationArgs, base_name: str) -> Observer:

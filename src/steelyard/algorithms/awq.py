@@ -3,8 +3,8 @@
 A factor grows with the mean of |x| of its channel, to a power that the search finds, so that the
 weights of large inputs are rounded finely (Lin et al. 2023). Each candidate is judged as it would
 be stored: with the scheme of the following modifier, its observers, and rounded inputs if it has
-any. The best on one half of the sampled tokens is taken if the other half agrees that it is better
-than no factor.
+any. Errors of the readers on one half of the sampled tokens choose a candidate. It is taken if the
+other half agrees, and if it lowers the error of the block's output on held-out batches.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import torch
 from steelyard.algorithms.algorithm import Algorithm
 from steelyard.algorithms.balancing import Balancing, BalancingState
 from steelyard.algorithms.block import Block
-from steelyard.algorithms.pair_error import PairError, is_quantized, pair_error, source_error
+from steelyard.algorithms.block_error import best_of
+from steelyard.algorithms.pair_error import PairError, is_measurable, pair_error, source_error
 from steelyard.algorithms.pairs import Pair, folded
 from steelyard.modifiers.awq import AWQModifier
 from steelyard.observers.steps import args_for
@@ -25,6 +26,7 @@ from steelyard.observers.steps import args_for
 __all__ = ["AWQ", "awq_factors", "best_factor"]
 
 _SMALLEST = 1e-4
+_BATCHES = 8  # that the block's output is measured on
 
 
 @Algorithm.register("awq")
@@ -34,16 +36,13 @@ class AWQ(Balancing):
     modifier: AWQModifier
 
     def factor(self, block: Block, pair: Pair, state: BalancingState) -> torch.Tensor | None:
-        if not any(is_quantized(block, name) for name in pair.readers):
+        if not is_measurable(block, pair, state):
             return None
         found = best_factor(block, pair, state, self.modifier.n_grid, self.modifier.duo_scaling)
         if found is None:
             return None
         factor, ratios = found
-        if max(ratios) > 1:
-            return None
-        state.gains.append((1.0, sum(ratios) / len(ratios)))
-        return factor
+        return None if max(ratios) > 1 else best_of(block, pair, state, [factor], _BATCHES)
 
 
 def best_factor(

@@ -31,6 +31,8 @@ class Block:
     runs:      whether `forward` may be called
     numbers:   of each batch of this rank, its number in the run
     padding:   of each batch, the mask of its real tokens, (batch, seq); None if all are real
+    adapted:   names of modules whose weights are not rounded to nearest, such as by GPTQ
+    unserved:  what happens to modules whose inputs no static scale serves: note, dynamic or leave
     advance:   shows progress: takes the share of `tune` that was done since the last call, and a
                text
     """
@@ -54,6 +56,8 @@ class Block:
         runs: bool = True,
         numbers: Sequence[int] = (),
         padding: Sequence[torch.Tensor | None] = (),
+        adapted: Collection[str] = (),
+        unserved: str = "note",
         advance: Callable[[float, str], None] = lambda _share, _where: None,
     ) -> None:
         self.name = name
@@ -70,6 +74,8 @@ class Block:
         self.runs = runs
         self.numbers = numbers
         self.padding = padding
+        self.adapted = adapted
+        self.unserved = unserved
         self.advance = advance
         self._calibration = calibration
         self._forwards = forwards
@@ -167,6 +173,8 @@ class Block:
             "runs": runs,
             "numbers": self.numbers,
             "padding": self.padding,
+            "adapted": self.adapted,
+            "unserved": self.unserved,
             "advance": self.advance,
         }
         return Block(self.name, self.root, modules, **fields)

@@ -20,6 +20,7 @@ from steelyard.checkpoint.figures import module_figures, with_figures
 from steelyard.checkpoint.weight_errors import relative_error, weight_error
 from steelyard.fusion import fused_groups
 from steelyard.kernels.gptq_rounding import GPTQResult, activation_order, solve
+from steelyard.kernels.hessian import output_square
 from steelyard.model.precision import return_memory
 from steelyard.modifiers import GPTQModifier
 from steelyard.modifiers.gptq import REGROUPING
@@ -142,7 +143,7 @@ class GPTQ(Nearest):
             target=target,
             rounds=modifier.refinements,
         )
-        signal = float(((module.weight.data.float() @ hessian) * module.weight.data).sum())
+        signal = output_square(module.weight.data, hessian)
         if result.fallback is not None:
             error = weight_error(module) or 0.0
             details = _details(result, 0.0, signal)

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
-from steelyard.algorithms.as_stored import rounded_inputs, rounded_weights
+from steelyard.algorithms.as_stored import rounded_weights, shared_rounding
 from steelyard.algorithms.balancing import BalancingState
 from steelyard.algorithms.block import Block
 from steelyard.algorithms.pairs import Folded, Pair
 from steelyard.observers.steps import args_for
 
-__all__ = ["PairError", "is_quantized", "pair_error", "source_error"]
+__all__ = ["PairError", "is_measurable", "is_quantized", "pair_error", "source_error"]
 
 _ROWWISE = ("channel", "group")  # strategies whose codes stay if a row is scaled
 
@@ -36,6 +36,22 @@ def is_quantized(block: Block, name: str) -> bool:
     return any(args_for(module, base) is not None for base in ("weight", "input"))
 
 
+def is_measurable(block: Block, pair: Pair, state: BalancingState) -> bool:
+    """Whether rounding to nearest tells what a pair gains; if not, its readers are noted.
+
+    GPTQ makes up for the errors of columns with large inputs itself: what rounding to nearest gains
+    by a factor, it does not.
+    """
+    names = [name for name in pair.readers if is_quantized(block, name)]
+    adapted = [name in block.adapted for name in names]
+    inputs = [args_for(block.within[name], "input") is not None for name in names]
+    if names and all(adapted) and not any(inputs):
+        reason = "the modifier that rounds its weight makes up for large inputs itself"
+        state.found.unbalanced |= dict.fromkeys(names, reason)
+        return False
+    return bool(names)
+
+
 @torch.no_grad()
 def pair_error(block: Block, pair: Pair, state: BalancingState, folded: Folded) -> PairError:
     """Return the error of all quantized readers, over all inputs of the pair."""
@@ -48,10 +64,9 @@ def pair_error(block: Block, pair: Pair, state: BalancingState, folded: Folded) 
         squares = divided[0].square().sum(0), len(divided[0])
         weights = {name: folded.tensors[f"{name}.weight"] for name in names}
         rounded = rounded_weights(block.within, weights, dict.fromkeys(names, squares))
-        assert statistics.smallest is not None and statistics.largest is not None
-        ranges = torch.stack([statistics.smallest, statistics.largest]).float() / columns
+        roundings = shared_rounding(block.within, names, divided[0], block.unserved)
         for name in names:
-            rounding = rounded_inputs(block.within[name], divided[0], ranges)
+            rounding = roundings.get(name)
             before = block.tensor(f"{name}.weight").float()
             for i, (rows, own) in enumerate(zip(halves, divided, strict=True)):
                 x = own if rounding is None else rounding(own)

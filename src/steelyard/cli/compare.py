@@ -1,49 +1,94 @@
-"""`steelyard compare`: compares observers and schemes on the weights of a model."""
+"""`steelyard compare`: compares observers on a model's weights, or checkpoints on text."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from steelyard.atomic_file import FileKind
 from steelyard.cli import options
-from steelyard.cli.grouping import joined_lines, matching
+from steelyard.cli.compare_checkpoints import checkpoints_page, print_checkpoints
+from steelyard.cli.compare_observers import comparison_page, print_comparison
+from steelyard.cli.evaluate import Limit
+from steelyard.cli.grouping import matching
 from steelyard.cli.known import completing, one_of
 from steelyard.cli.rank_streams import is_first
 from steelyard.cli.recipe import changes_of, ignored_by
-from steelyard.cli.terminal import Column, number, print_document, print_line, print_table
+from steelyard.cli.terminal import SCHEMA, print_document, print_line
+from steelyard.data.file_names import data_file
 from steelyard.errors import ReportError
 from steelyard.names import observer_names, scheme_names
 
 if TYPE_CHECKING:
-    from steelyard.engine.weight_comparison import Comparison
+    from steelyard.engine.compared_weights import Comparison
+    from steelyard.evaluate.checkpoint_comparison import CheckpointComparison
 
 __all__ = ["compare"]
 
+OBSERVERS = "memoryless_minmax,memoryless_mse,optimal"
+SCHEMES = "W4A16,NVFP4A16"
+
 
 def compare(
-    model: options.Model,
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="MODEL...",
+            callback=lambda names: [options.existing_model(name) for name in names],
+            help="A model, to compare observers on its weights; or with --base, checkpoints.",
+            show_default=False,
+        ),
+    ],
+    base: Annotated[
+        str | None,
+        typer.Option(
+            "--base",
+            metavar="MODEL",
+            callback=lambda name: name if name is None else options.existing_model(name),
+            help="The original model of the checkpoints to compare; needs --data.",
+            show_default=False,
+        ),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            "--data",
+            metavar="FILE",
+            help="Text to compare on; files as for quantize. For checkpoints: held-out data.",
+            show_default=False,
+        ),
+    ] = None,
+    samples: options.Samples = 128,
+    max_seq_length: options.MaxSeqLength = 2048,
+    batch_size: options.BatchSize = 1,
+    text_column: options.TextColumn = "text",
+    split: options.Split = None,
+    seed: options.Seed = 0,
+    limit: Limit = None,
     observers: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--observers",
             metavar="NAME,NAME",
             autocompletion=completing(observer_names),
             help="Observers for weights.",
+            show_default=OBSERVERS,
         ),
-    ] = "memoryless_minmax,memoryless_mse,optimal",
+    ] = None,
     schemes: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--schemes",
             metavar="NAME,NAME",
             autocompletion=completing(scheme_names),
             help="Schemes for weights.",
+            show_default=SCHEMES,
         ),
-    ] = "W4A16,NVFP4A16",
+    ] = None,
     group_size: options.GroupSize = None,
     num_bits: options.NumBits = None,
     ignore: options.Ignore = None,
@@ -61,6 +106,8 @@ def compare(
     report: Annotated[
         Path | None,
         typer.Option(
+            "--output",
+            "-o",
             "--report",
             metavar="FILE",
             parser=options.output_path,
@@ -70,25 +117,95 @@ def compare(
     ] = None,
     device: options.Device = "auto",
     plugins: options.Plugins = None,
+    trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
 ) -> None:
-    """Compare observers and schemes on the weights of a model.
+    """Compare checkpoints of a model, or observers on its weights.
 
-    Each weight is read once. The error is the sum of squared errors of the stored weight over the
-    sum of squares of the weight; 10 dB more is a tenth of it. A smaller weight error does not
-    always make a better model: quantize with the best few and decide by `steelyard evaluate`.
+    With --base, all checkpoints run on the same held-out text: size against KL divergence. They may
+    come from any tool that writes compressed-tensors. The original runs once.
+
+    Without, each weight is quantized in every scheme by every observer. With --data, the error is
+    that of the module's output: squared, over the square of the output. Without --data it is that
+    of the weight, which does not always follow: then decide by checkpoints.
 
     \b
     Examples:
-      steelyard compare path/to/model --schemes W4A16,NVFP4A16
+      steelyard compare model-W4A16 model-GPTQ --base path/to/model --data held-out.txt -o both.html
+      steelyard compare path/to/model --schemes W4A16,NVFP4A16 --data calibration.txt --samples 16
       steelyard compare path/to/model --schemes FP8_DYNAMIC --filter self_attn --layers 2
     """
-    chosen = [one_of("observer", name, observer_names()) for name in _split(observers)]
-    stored = [one_of("scheme", name, scheme_names()) for name in _split(schemes)]
-    if not chosen or not stored:
-        raise typer.BadParameter("name at least one observer and one scheme")
-    changes = changes_of(stored, group_size, num_bits)
-    keep = matching(filter)
+    of_observers = {
+        "--observers": observers,
+        "--schemes": schemes,
+        "--group-size": group_size,
+        "--num-bits": num_bits,
+        "--ignore": ignore,
+        "--filter": filter,
+        "--layers": layers,
+    }
+    given = [name for name, value in of_observers.items() if value is not None]
+    if base is not None and given:
+        raise typer.BadParameter(f"{given[0]} compares observers, and --base checkpoints")
+    if base is None and len(models) > 1:
+        raise typer.BadParameter("--base is missing: several checkpoints need their original model")
+    if base is None and limit:
+        raise typer.BadParameter("--limit is of the verdict on checkpoints, which needs --base")
+    if base is not None and data is None:
+        raise typer.BadParameter("--data is missing: checkpoints are compared on held-out text")
+    if data is not None:
+        data_file(data)  # before imports that take seconds
+    _check_place(report)
+    reading: dict[str, Any] = {
+        "num_samples": samples,
+        "max_seq_length": max_seq_length,
+        "batch_size": batch_size,
+        "text_column": text_column,
+        "split": split,
+        "seed": seed,
+        "device": device,
+        "trust_remote_code_model": trust_remote_code,
+        "show_progress": None if is_first() else False,
+    }
+    if base is not None:
+        from steelyard.evaluate import Limits
+        from steelyard.evaluate.checkpoint_comparison import compare_checkpoints
+
+        limits = Limits.parse(limit or [])
+        reading["show_progress"] = is_first()  # lines in a log, too
+        compared = compare_checkpoints(base, models, data, limits=limits, **reading)
+        _finish(
+            compared,
+            print_checkpoints,
+            lambda: checkpoints_page(compared, report or Path()),
+            report,
+            json,
+        )
+    else:
+        chosen = [one_of("observer", n, observer_names()) for n in _split(observers or OBSERVERS)]
+        stored = [one_of("scheme", n, scheme_names()) for n in _split(schemes or SCHEMES)]
+        if not chosen or not stored:
+            raise typer.BadParameter("name at least one observer and one scheme")
+        changes = changes_of(stored, group_size, num_bits)
+        keep = matching(filter)
+        from steelyard.engine import weight_comparison as engine
+
+        found = engine.compare(
+            models[0],
+            stored,
+            chosen,
+            changes=changes,
+            ignore=ignored_by(ignore),
+            keep=keep,
+            layers=layers,
+            data=data,
+            **reading,
+        )
+        _finish(found, print_comparison, lambda: comparison_page(found), report, json)
+
+
+def _check_place(report: Path | None) -> None:
+    """Refuse, before any work, a report that cannot be written."""
     if report is not None and not report.absolute().parent.is_dir():
         raise typer.BadParameter(f"there is no folder {report.parent} for the report; create it")
     if report is not None and is_first():
@@ -96,26 +213,23 @@ def compare(
             _comparison_file().check_place(report)
         except ReportError as error:
             raise typer.BadParameter(str(error)) from None
-    from steelyard.engine import weight_comparison as engine
 
-    found = engine.compare(
-        model,
-        stored,
-        chosen,
-        changes=changes,
-        ignore=ignored_by(ignore),
-        keep=keep,
-        layers=layers,
-        device=device,
-        show_progress=None if is_first() else False,
-    )
+
+def _finish(
+    found: Any,
+    show: Callable[[Any], None],
+    page: Callable[[], str],
+    report: Path | None,
+    json: bool,
+) -> None:
+    """Print a comparison, and write it to a file."""
     if json:
         print_document("compare", found.as_dict())
     else:
-        print_comparison(found)
+        show(found)
     if report is not None and is_first():
         sys.stdout.flush()
-        write_comparison_report(found, report)
+        _write(found, page, report)
         if not json:
             print_line(f"report: {report}")
 
@@ -125,14 +239,14 @@ def _comparison_file() -> FileKind:
 
 
 def _is_comparison(path: Path) -> bool:
-    """Whether `--report` wrote a file."""
+    """Whether `--output` wrote a file."""
     import json
 
     from steelyard.report import report_at
 
     page = report_at(path)
     if page is not None:
-        return page.comparison is not None and page.summary is None
+        return page.summary is None and (page.comparison is not None or bool(page.checkpoints))
     try:
         content = json.loads(path.read_bytes())
     except ValueError:
@@ -140,113 +254,16 @@ def _is_comparison(path: Path) -> bool:
     return isinstance(content, dict) and content.get("command") == "compare"
 
 
-def write_comparison_report(comparison: Comparison, path: Path) -> None:
+def _write(found: Comparison | CheckpointComparison, page: Callable[[], str], path: Path) -> None:
     """Write a comparison to a file: a page for .html, else JSON."""
     if path.suffix.lower() in (".html", ".htm"):
-        _comparison_file().write(path, _page(comparison).encode())
+        _comparison_file().write(path, page().encode())
         return
     import json
 
-    from steelyard.cli.terminal import SCHEMA
-
-    document = {"schema": SCHEMA, "command": "compare", **comparison.as_dict()}
+    document = {"schema": SCHEMA, "command": "compare", **found.as_dict()}
     _comparison_file().write(path, (json.dumps(document, indent=2) + "\n").encode())
-
-
-def _page(comparison: Comparison) -> str:
-    from steelyard.engine.weight_comparison import layer_of, snr
-    from steelyard.report import ComparisonRow, Report
-
-    layers = {
-        int(place.rpartition(".")[2]): names
-        for layer, names in comparison.layers().items()
-        if (place := layer_of(layer)) is not None
-    }
-    depths = range(max(layers, default=-1) + 1)
-    cases = [case for case in comparison.cases if not case.refused]
-    rows = [
-        ComparisonRow(
-            scheme=case.scheme,
-            observer=case.observer,
-            bytes=case.stored_bytes,
-            bits_per_weight=case.bits_per_weight,
-            error=(error := comparison.error(case)),
-            snr=snr(error),
-            layers=[
-                comparison.error(case, layers[depth]) if depth in layers else None
-                for depth in depths
-            ],
-            seconds=case.seconds,
-        )
-        for case in cases
-    ]
-    refused = {case.scheme: case.refused for case in comparison.cases if case.refused}
-    notes = [f"{scheme} does not fit: {reasons[0]}" for scheme, reasons in refused.items()]
-    report = Report(title=comparison.folder.name, comparison=rows, notes=notes)
-    return report.to_html()
-
-
-def print_comparison(comparison: Comparison) -> None:
-    from steelyard.engine.weight_comparison import snr
-
-    cases = [case for case in comparison.cases if not case.refused]
-    letters = {case.label: _letter(i) for i, case in enumerate(cases)}
-    rows = []
-    for case in cases:
-        error = comparison.error(case)
-        worst = max(case.errors, key=lambda name: case.errors[name])
-        rows.append(
-            [
-                letters[case.label],
-                case.scheme,
-                case.observer,
-                f"{case.bits_per_weight:.2f}",
-                number(error),
-                _decibels(snr(error)),
-                number(case.errors[worst]),
-                f"{case.seconds:.1f} s",
-            ]
-        )
-    print_table(
-        [
-            Column(""),
-            Column("scheme"),
-            Column("observer"),
-            Column("bits", True),
-            Column("error", True),
-            Column("SNR dB", True),
-            Column("worst", True),
-            Column("time", True),
-        ],
-        rows,
-    )
-    layers = comparison.layers()
-    if len(layers) > 1:
-        print_line()
-        print_table(
-            [Column("SNR in dB"), *(Column(letters[case.label], True) for case in cases)],
-            [
-                [
-                    layer,
-                    *(_decibels(snr(comparison.error(case, names))) for case in cases),
-                ]
-                for layer, names in layers.items()
-            ],
-        )
-    refused = {case.scheme: case.refused for case in comparison.cases if case.refused}
-    for scheme, reasons in refused.items():
-        print_line()
-        print_line(f"{scheme} does not fit the model:", style="yellow")
-        print_line(joined_lines("\n".join(f"  - {reason}" for reason in reasons)))
 
 
 def _split(names: str) -> list[str]:
     return list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
-
-
-def _letter(index: int) -> str:
-    return chr(ord("A") + index) if index < 26 else str(index + 1)
-
-
-def _decibels(value: float | None) -> str:
-    return "exact" if value is None else f"{value:.1f}"

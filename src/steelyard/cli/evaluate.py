@@ -20,10 +20,21 @@ from steelyard.errors import ReportError
 if TYPE_CHECKING:
     from steelyard.evaluate import Evaluation, Study
 
-__all__ = ["add_to_report", "evaluate", "numbers_of", "print_verdict"]
+__all__ = ["Limit", "add_to_report", "evaluate", "numbers_of", "print_study"]
 
 BELOW = 3  # the exit code of a verdict below --require
 STYLES = {"ship": "bold green", "look": "bold yellow", "do not ship": "bold red"}
+
+Limit = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--limit",
+        metavar="NAME=SHIP[:STOP]",
+        help="A limit of the verdict: kl, p99, perplexity or top1, up to where it says ship "
+        "and from where on do not ship; may be repeated.",
+        show_default="kl=0.05:0.2 p99=0.6:2.5 perplexity=0.03:0.1 top1=0.9:0.8",
+    ),
+]
 
 
 def _word(value: str | None) -> str | None:
@@ -67,16 +78,7 @@ def evaluate(
             show_default=False,
         ),
     ] = None,
-    limit: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--limit",
-            metavar="NAME=SHIP[:STOP]",
-            help="A limit of the verdict: kl, p99, perplexity or top1, up to where it says ship "
-            "and from where on do not ship; may be repeated.",
-            show_default="kl=0.05:0.2 p99=0.6:2.5 perplexity=0.03:0.1 top1=0.9:0.8",
-        ),
-    ] = None,
+    limit: Limit = None,
     blocks: Annotated[
         bool,
         typer.Option(
@@ -132,8 +134,7 @@ def evaluate(
     if json:
         print_document("evaluate", {"base": base, "quantized": quantized, **found.as_dict()})
     else:
-        _print(found.evaluation, data)
-        print_verdict(found)
+        print_study(found, data)
     report = Path(quantized) / "report.json"
     if report.is_file() and is_first():
         sys.stdout.flush()  # a failure from here on must not lose the figures
@@ -142,6 +143,12 @@ def evaluate(
             print_line(f"added to {report}")
     if require is not None and not found.verdict.meets(require):
         raise typer.Exit(BELOW)
+
+
+def print_study(found: Study, data: str) -> None:
+    """Print the figures of an evaluation and its verdict."""
+    _print(found.evaluation, data)
+    _print_verdict(found)
 
 
 def _print(found: Evaluation, data: str) -> None:
@@ -171,7 +178,7 @@ def _fixed(value: float | None) -> str:
     return "too large" if value is None else f"{value:.3f}"
 
 
-def print_verdict(found: Study) -> None:
+def _print_verdict(found: Study) -> None:
     """Print the verdict with its reasons, and the blocks that cost most."""
     from steelyard.evaluate.larger_recipe import costliest
 

@@ -16,7 +16,7 @@ __all__ = ["KINDS", "PIPELINES", "UNCALIBRATABLE", "UNCALIBRATED", "completing",
 
 PIPELINES = ("auto", "sequential", "basic", "datafree")
 UNCALIBRATED = ("error", "weights-only")
-UNCALIBRATABLE = ("note", "dynamic")
+UNCALIBRATABLE = ("note", "dynamic", "leave")
 KINDS = ("observers", "schemes", "strategies")
 
 

@@ -280,7 +280,8 @@ Uncalibratable = Annotated[
         metavar="CHOICE",
         callback=_uncalibratable,
         autocompletion=completing(lambda: UNCALIBRATABLE),
-        help="What to do with modules whose inputs no static scale serves: note, or dynamic.",
+        help="What to do with modules whose inputs no static scale serves: note, "
+        "dynamic, or leave.",
     ),
 ]
 Uncalibrated = Annotated[

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from steelyard.cli import options
+from steelyard.cli.evaluate import add_to_report, print_study
 from steelyard.cli.mistakes import USAGE, Interrupted, in_options
 from steelyard.cli.rank_streams import is_first, join
 from steelyard.cli.recipe import recipe_from
@@ -22,6 +23,7 @@ from steelyard.engine.announce import STYLES
 
 if TYPE_CHECKING:
     from steelyard.engine.result import Result
+    from steelyard.evaluate import Study
 
 __all__ = ["quantize"]
 
@@ -71,6 +73,16 @@ def quantize(
             show_default=False,
         ),
     ] = None,
+    evaluate: Annotated[
+        str | None,
+        typer.Option(
+            "--evaluate",
+            metavar="FILE",
+            help="Held-out data: then compare the checkpoint with the model on it, as `steelyard "
+            "evaluate` does, and add the verdict to the report.",
+            show_default=False,
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
     resume: Annotated[
         bool,
@@ -86,7 +98,7 @@ def quantize(
 
     Prints the plan first: which modules are quantized, which are not and why, and the size of the
     result. The same command resumes a run that was stopped. With --data, errors in a column of a
-    weight are weighted by the mean square of its input.
+    weight are weighted by the mean square of its input. With --evaluate, says whether to ship it.
 
     \b
     Examples:
@@ -94,10 +106,11 @@ def quantize(
       steelyard quantize path/to/model --scheme W4A16 --dry-run
       steelyard quantize path/to/model -o model-INT4 --scheme W4A16 --data calibration.txt
       steelyard quantize path/to/model -o model-GPTQ --scheme W4A16 --gptq --data calibration.txt
+      steelyard quantize path/to/model -o model-W8A8 --scheme W8A8 --evaluate held-out.txt
       steelyard quantize path/to/model -o model-NVFP4 --recipe recipe.yaml --data calibration.txt
     """
-    if data is not None:
-        data_file(data)  # before imports that take seconds
+    for file in filter(None, (data, evaluate)):
+        data_file(file)  # before imports that take seconds
     made = recipe_from(
         scheme,
         recipe,
@@ -121,6 +134,18 @@ def quantize(
             "--data is missing: static activations, importance and GPTQ need calibration data; "
             "give a file, or --data demo to try it with the built-in text"
         )
+    reading: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "max_seq_length": max_seq_length,
+        "batch_size": batch_size,
+        "text_column": text_column,
+        "split": split,
+        "trust_remote_code_model": trust_remote_code,
+    }
+    if evaluate is not None:
+        from steelyard.evaluate.held_out import check_held_out
+
+        check_held_out(model, evaluate, **reading)  # before the run, which may take hours
     join()
     try:
         result = oneshot(
@@ -148,14 +173,35 @@ def quantize(
         )
     except KeyboardInterrupt:
         raise Interrupted("the same command resumes the run") from None
-    if json:
-        print_document("quantize", as_document(result))
-    elif dry_run:
+    if not json and dry_run:
         _print_lines(str(result.plan))
-    else:
+    elif not json:
         print_summary(result)
+    found = None
+    if evaluate is not None and result.output_dir is not None and is_first():
+        found = _evaluated(model, result.output_dir, evaluate, device=device, **reading)
+    if json:
+        evaluation = {} if found is None else {"evaluation": found.as_dict()}
+        print_document("quantize", {**as_document(result), **evaluation})
+    elif found is not None:
+        print_line()
+        print_study(found, evaluate or "")
     if dry_run and result.plan.errors:
         raise typer.Exit(USAGE)
+
+
+def _evaluated(model: str, folder: Path, data: str, **options: Any) -> Study:
+    """Compare a finished checkpoint with its model, and add the result to its report."""
+    from steelyard.evaluate import study
+
+    try:
+        found = study(model, folder, data, show_progress=True, **options)
+    except KeyboardInterrupt:
+        raise Interrupted(
+            f"the checkpoint in {folder} is complete; measure it with `steelyard evaluate`"
+        ) from None
+    add_to_report(folder, found)
+    return found
 
 
 def as_document(result: Result) -> dict[str, Any]:

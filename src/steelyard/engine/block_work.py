@@ -136,6 +136,12 @@ class Work:
         for part in self.parts:
             part.algorithm.join(part.state, part.block)
 
+    def release(self, names: Collection[str]) -> None:
+        """Leave modules as they are: no algorithm solves them."""
+        for part in self.parts:
+            for name in names:
+                part.block.modules.pop(name, None)
+
     def transform(self) -> None:
         """Let each algorithm change the block; digests find changes made without `Block.change`."""
         for part in self.parts:

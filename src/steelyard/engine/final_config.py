@@ -39,6 +39,8 @@ def final_config(
     }
     by_scheme: dict[str, list[str]] = {}
     for name, scheme in own.items():
+        if scheme.weights is None:  # left as it is: it is written unquantized, and ignored
+            continue
         by_scheme.setdefault(scheme.model_dump_json(exclude={"targets"}), []).append(name)
     extra = {}
     for i, names in enumerate(by_scheme.values()):

@@ -36,6 +36,7 @@ from steelyard.engine.run_options import Options
 from steelyard.engine.save_pretrained import save_as_quantized
 from steelyard.engine.saved_files import check_saved_files
 from steelyard.engine.statistics import RunStatistics
+from steelyard.engine.uncalibratable import leave_unquantized
 from steelyard.errors import PlanError
 from steelyard.formats import DENSE
 from steelyard.model.model_folder import model_name
@@ -179,6 +180,7 @@ class OneshotRun:
     def finish(self, add_report: AddReport | None) -> None:
         """Validate the checkpoint, add the report, and move the folder into place."""
         run, result = self.run, self.result
+        leave_unquantized(result.plan, run.solver.own_schemes)
         self.config = final_config(
             result.plan.config,
             run.solver.claims,

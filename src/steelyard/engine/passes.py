@@ -200,7 +200,8 @@ class Passes:
         ):
             for index, stage in enumerate(stages):
                 found |= self._stage(part, flow, staged, index, stage, rounded)
-                return_memory()  # of Hessians, before wider weights need more
+                if self.dtype is not None or stage.point is not None:
+                    return_memory()  # of Hessians, before wider weights or experts need more
                 for number, each in enumerate(stages[: index + 1]):
                     if not staged.has_passed(number):
                         rounded.enter_context(rounded_once(each.modules.values(), self.dtype))

@@ -79,6 +79,7 @@ def plan_run(
     files = source.shards
     if files is not None and streams(options, recipe, algorithms):
         plan.budget = budget_of(files, jobs_of(files, plan))
+        plan.route = "file by file, without data"
     compares = any(algorithm.needs.blocks for algorithm in algorithms)
     plan.forward = forward_dtype(source.dtype, source.placement.device, compares)
     with_data = needs_data(algorithms) and options.statistics is None
@@ -95,8 +96,7 @@ def plan_run(
         try:
             route = route_of(source.model, options.route)
             plan.route, plan.whole = route.text, route.whole
-            if not source.placement.is_host:
-                plan.route += f", on {source.placement.device}"
+            plan.device = str(source.placement.device)
             plan.errors += _finishing_layers(route, algorithms)
         except PipelineError as error:
             plan.errors.append(str(error))
@@ -128,7 +128,8 @@ def _add_costs(
     passes = max(algorithm.needs.passes for algorithm in algorithms)
     transforming = sum(a.needs.passes for a in algorithms if a.transforms and a.needs.sees)
     at_once = ThreadPool.on(device).count * options.batch_size * options.sequence_length  # tokens
-    plan.tokens = options.num_calibration_samples * options.sequence_length  # at most
+    plan.samples = options.num_calibration_samples
+    plan.tokens = plan.samples * options.sequence_length  # at most
     plan.passes = transforming + passes + (0.5 if staged else 1 if propagate else 0)
     plan.passes += sum(algorithm.finishing_passes for algorithm in algorithms)
     plan.passes += sum(a.tuning_passes(options.num_calibration_samples) for a in algorithms)

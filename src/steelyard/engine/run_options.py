@@ -14,7 +14,7 @@ __all__ = ["PIPELINES", "UNCALIBRATABLE", "UNCALIBRATED", "Options"]
 
 PIPELINES = ("auto", "sequential", "basic", "datafree")
 UNCALIBRATED = ("error", "weights-only")
-UNCALIBRATABLE = ("note", "dynamic")
+UNCALIBRATABLE = ("note", "dynamic", "leave")
 COLLATORS = ("truncation", "padding")
 MAX_SEQ_LENGTH = 2048
 
@@ -66,7 +66,7 @@ class Options:
     uncalibrated: str = "error"
     """What to do with modules that saw no token: error, or weights-only."""
     uncalibratable: str = "note"
-    """What to do with modules whose inputs no static scale serves: note, or dynamic."""
+    """What to do with modules whose inputs no static scale serves: note, dynamic or leave."""
     moe_calibrate_all_experts: bool = True
     """Whether the input ranges of an expert cover all tokens, not only those routed to it;
     Hessians and importance always use its own tokens."""

@@ -20,7 +20,7 @@ from steelyard.engine.block_work import Work
 from steelyard.engine.parts import Flow, Part
 from steelyard.engine.result import Result
 from steelyard.engine.statistics import RunStatistics
-from steelyard.engine.uncalibratable import replace_scheme, serve_dynamically
+from steelyard.engine.uncalibratable import mend_unserved, replace_scheme
 from steelyard.errors import CalibrationError
 from steelyard.observers.calibration import Calibration
 from steelyard.observers.expert_sharing import share_among_experts, starved_experts
@@ -33,8 +33,7 @@ class Solver:
     """The algorithms of a run, and the modules that they could not solve.
 
     claims:       index in the recipe of the modifier that quantizes each module
-    uncalibrated: what to do with modules that saw no token, "error" or "weights-only", and with
-                  those that no static scale serves, "note" or "dynamic"
+    uncalibrated: the options `uncalibrated` and `uncalibratable`
     resumable:    whether a run that ends in an error can be resumed
     """
 
@@ -60,9 +59,9 @@ class Solver:
         self.unseen: list[str] = []
         self._without_drift: set[str] = set()  # reasons
         self.own_schemes: dict[str, QuantizationScheme] = {}  # in place of the recipe's
-        plan = result.plan
-        self.claims = {planned.name: planned.modifier for planned in plan.quantized}
-        self.claims |= dict.fromkeys(plan.attention, plan.attention_modifier)
+        self.claims = {planned.name: planned.modifier for planned in result.plan.quantized}
+        self.claims |= dict.fromkeys(result.plan.attention, result.plan.attention_modifier)
+        self._adapted = {n for n, i in self.claims.items() if not algorithms[i].rounds_to_nearest}
         self._quantizing = {
             index
             for index, algorithm in enumerate(self.algorithms)
@@ -126,6 +125,8 @@ class Solver:
             pool=self.pool,
             device=self.device,
             notes=self.result.notes,
+            adapted=self._adapted,
+            unserved=self.uncalibratable,
             **more,
         )
 
@@ -176,8 +177,9 @@ class Solver:
         share_among_experts(calibration)
         self.result.notes += starved_experts(calibration)
         self._note_unseen(calibration)
-        served = serve_dynamically(calibration, self.uncalibratable, self.result.notes)
-        self.own_schemes |= served
+        mended = mend_unserved(calibration, self.uncalibratable, self.result.notes)
+        self.own_schemes |= mended
+        work.release([name for name in mended if name not in modules])
         known = len(self.result.notes)
         found = work.solve()
         self._note_unweighed(calibration)

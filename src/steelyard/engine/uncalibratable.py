@@ -1,4 +1,4 @@
-"""Modules whose inputs no static scale serves: named in the notes, or given dynamic scales.
+"""Modules whose inputs no static scale serves: named in the notes, served dynamically, or left.
 
 A few tokens of some models have values a thousand times as large as all others. A range that holds
 them rounds the others to zero, and a smaller one cuts them off. The observer says so
@@ -13,20 +13,23 @@ from typing import Any
 from compressed_tensors.quantization import QuantizationScheme
 from torch.nn import Module
 
+from steelyard.algorithms.as_stored import per_token
 from steelyard.fusion import expert_groups, fused_groups
 from steelyard.observers.calibration import Calibration
 from steelyard.observers.steps import args_for
+from steelyard.plan.plan import Left, Plan
 
-__all__ = ["replace_scheme", "serve_dynamically"]
+__all__ = ["leave_unquantized", "mend_unserved", "replace_scheme"]
 
 
-def serve_dynamically(
+def mend_unserved(
     calibration: Calibration, choice: str, notes: list[str]
 ) -> dict[str, QuantizationScheme]:
-    """Note the modules that no static scale serves; with "dynamic", replace their schemes.
+    """Note the modules that no static scale serves; replace their schemes unless by "note".
 
-    Returns the new schemes. Layers that the server fuses, and the experts of a layer, get one
-    scheme: it looks at the first of them only.
+    Returns the new schemes; with "leave" they quantize nothing, and the modules leave the
+    calibration. Layers that the server fuses, and the experts of a layer, get one scheme: it looks
+    at the first of them only.
     """
     reasons = {
         name: reason
@@ -35,18 +38,22 @@ def serve_dynamically(
     }
     for name, reason in reasons.items():
         notes.append(f"{name}: no static scale serves its inputs, since {reason}; {_HELP[choice]}")
-    if choice != "dynamic":
+    if choice == "note":
         return {}
     found = {}
     for name in _with_partners(reasons, calibration.modules):
         module: Any = calibration.modules[name]
+        if choice == "leave":
+            found[name] = QuantizationScheme(targets=[name])
+            calibration.release(name)
+            replace_scheme(module, None, "weight_", "input_", "output_")
+            continue
         args = args_for(module, "input")
         if args is None or args.dynamic is not False:
             continue
-        dynamic = args.model_copy(
-            update={"dynamic": True, "strategy": "token", "observer": None, "observer_kwargs": {}}
+        found[name] = module.quantization_scheme.model_copy(
+            update={"input_activations": per_token(args)}
         )
-        found[name] = module.quantization_scheme.model_copy(update={"input_activations": dynamic})
         replace_scheme(module, found[name], "input_")
         if hasattr(module, "input_observer"):
             del module.input_observer
@@ -54,13 +61,24 @@ def serve_dynamically(
 
 
 _HELP = {
-    "note": 'uncalibratable="dynamic" lets the server compute one for each token, and a '
-    "TransformModifier before it may balance the inputs",
+    "note": 'uncalibratable="dynamic" lets the server compute one for each token, "leave" leaves '
+    "it unquantized, and a TransformModifier before it may balance the inputs",
     "dynamic": "the server computes one for each token",
+    "leave": "it is not quantized",
 }
 
 
-def replace_scheme(module: Module, scheme: QuantizationScheme, *prefixes: str) -> None:
+def leave_unquantized(plan: Plan, schemes: Mapping[str, QuantizationScheme]) -> None:
+    """Move the modules of a plan whose schemes quantize nothing to those that are left."""
+    names = {name for name, scheme in schemes.items() if scheme.weights is None}
+    for planned in (p for p in plan.quantized if p.name in names):
+        nbytes = planned.shape[0] * planned.shape[1] * planned.dtype.itemsize
+        reason = "no static scale serves its inputs"
+        plan.left.append(Left(planned.name, planned.shape, nbytes, reason))
+    plan.quantized = [p for p in plan.quantized if p.name not in names]
+
+
+def replace_scheme(module: Module, scheme: QuantizationScheme | None, *prefixes: str) -> None:
     """Give a module a scheme without the parameters that start with `prefixes`."""
     holder: Any = module
     holder.quantization_scheme = scheme

@@ -1,25 +1,30 @@
 """Compares observers and schemes on the same weights, in one pass over the files.
 
 Each weight is read once, and each combination quantizes it as a run would: layers that share a
-scale are quantized together, and the error is that of the stored weight. Nothing is written.
+scale are quantized together, and the error is that of the stored weight; with data, that of the
+module's output. Nothing is written.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from steelyard.checkpoint import CheckpointView
+from steelyard.engine.compared_weights import Case, Comparison, by_depth, layer_of
+from steelyard.engine.layer_inputs import InputMoment, LayerInputs
 from steelyard.engine.progress import progress
 from steelyard.engine.stream import quantize
 from steelyard.engine.stream_jobs import Job, jobs_of
 from steelyard.errors import OptionError, PlanError
+from steelyard.formats import stored_as
 from steelyard.kernels.squares import sum_of_squares
 from steelyard.model.placement import placement_of
 from steelyard.model.source import Source
@@ -28,118 +33,7 @@ from steelyard.modifiers.observer_choice import ObserverChoice
 from steelyard.observers import Observer
 from steelyard.plan.plan import Plan, Planned, make_plan
 
-__all__ = ["Case", "Comparison", "by_depth", "compare", "layer_of", "snr"]
-
-
-@dataclass
-class Case:
-    """One scheme with one observer.
-
-    stored_bytes: size of all weights that the scheme quantizes, including those not compared
-    errors:       module -> squared error of the stored weight over the weight's sum of squares
-    refused:      why the scheme does not fit the model; then there are no errors
-    """
-
-    scheme: str
-    observer: str
-    stored_bytes: int | None = None
-    bits_per_weight: float | None = None
-    seconds: float = 0.0
-    errors: dict[str, float] = field(default_factory=dict)
-    refused: list[str] = field(default_factory=list)
-
-    @property
-    def label(self) -> str:
-        return f"{self.scheme} {self.observer}"
-
-
-@dataclass
-class Comparison:
-    """The errors of all cases on the same weights.
-
-    energies: module -> sum of squares of its weight
-    """
-
-    folder: Path
-    cases: list[Case]
-    energies: dict[str, float] = field(default_factory=dict)
-
-    def error(self, case: Case, modules: Iterable[str] | None = None) -> float | None:
-        """Return the summed squared error of modules over their sum of squares."""
-        names = [n for n in (case.errors if modules is None else modules) if n in case.errors]
-        energy = sum(self.energies[name] for name in names)
-        noise = sum(case.errors[name] * self.energies[name] for name in names)
-        return (noise / energy if energy else 0.0) if names else None
-
-    def layers(self) -> dict[str, list[str]]:
-        """Return the modules of each layer by depth; each module outside of layers on its own."""
-        found: dict[str, list[str]] = {}
-        for name in self.energies:
-            found.setdefault(layer_of(name) or name, []).append(name)
-        return {layer: found[layer] for layer in by_depth(found)}
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the comparison as JSON types."""
-        return {
-            "model": str(self.folder),
-            "cases": [
-                {
-                    "scheme": case.scheme,
-                    "observer": case.observer,
-                    "bytes": case.stored_bytes,
-                    "bits_per_weight": case.bits_per_weight,
-                    "seconds": case.seconds,
-                    "error": (error := self.error(case)),
-                    "snr_db": snr(error),
-                    "refused": case.refused,
-                    "layers": {
-                        layer: {"error": (e := self.error(case, names)), "snr_db": snr(e)}
-                        for layer, names in self.layers().items()
-                        if not case.refused
-                    },
-                    "modules": {
-                        name: {"error": e, "snr_db": snr(e)} for name, e in case.errors.items()
-                    },
-                }
-                for case in self.cases
-            ],
-        }
-
-
-def snr(error: float | None) -> float | None:
-    """Return the signal-to-noise ratio in decibels; None if there is no noise.
-
-    >>> snr(0.01)
-    20.0
-    """
-    return -10 * math.log10(error) if error else None
-
-
-def layer_of(name: str) -> str | None:
-    """Return the decoder layer that a module is in.
-
-    >>> layer_of("model.layers.3.mlp.experts.7.up_proj")
-    'model.layers.3'
-    """
-    parts = name.split(".")
-    at = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
-    return None if at is None else ".".join(parts[: at + 1])
-
-
-def by_depth(layers: Iterable[str]) -> list[str]:
-    """Return layers in numerical order, one stack of layers after the other.
-
-    Files list tensors in alphabetical order, in which layer 10 comes before layer 2.
-
-    >>> by_depth(["model.layers.0", "model.layers.10", "model.layers.2", "lm_head"])
-    ['model.layers.0', 'model.layers.2', 'model.layers.10', 'lm_head']
-    """
-    places: dict[str, tuple[str, int]] = {}
-    for layer in layers:
-        stack, _, number = layer.rpartition(".")
-        places[layer] = (stack, int(number)) if number.isdecimal() else (layer, 0)
-    stacks = list(dict.fromkeys(stack for stack, _ in places.values()))
-    return sorted(places, key=lambda layer: (stacks.index(places[layer][0]), places[layer][1]))
+__all__ = ["compare"]
 
 
 def compare(
@@ -152,7 +46,15 @@ def compare(
     keep: Callable[[str], bool] = lambda name: True,
     layers: int | None = None,
     model_revision: str | None = None,
+    data: Any = None,
+    num_samples: int = 128,
+    max_seq_length: int = 2048,
+    batch_size: int = 1,
+    text_column: str = "text",
+    split: str | None = None,
+    seed: int = 0,
     device: Any = "auto",
+    trust_remote_code_model: bool = False,
     show_progress: bool | None = None,
 ) -> Comparison:
     """Quantize the weights of a model in every combination of `schemes` and `observers`.
@@ -162,13 +64,15 @@ def compare(
     ignore: as in a recipe
     keep:   whether to compare the module of this name
     layers: number of decoder layers, evenly spread over the model; None compares all modules
+    data:   text to run the model on, as in `evaluate`: then errors are those of outputs, and
+            observers weigh columns by it as `oneshot` with a dataset does
     device: where to quantize: auto, cpu, or an accelerator such as cuda, cuda:1 or xpu
     """
-    for name in observers:
+    for name in observers if data is None else ():
         if getattr(Observer.get_value_from_registry(name), "needs_importance", False):
             raise OptionError(
-                f"{name} weights columns by calibration data, but compare reads weights only: "
-                "remove it, or quantize with it and evaluate the result"
+                f"{name} weights columns by calibration data, but there is none: pass data=, or "
+                "remove it"
             )
     placement = placement_of(device, model)
     source = Source.from_files(model, model_revision)
@@ -190,23 +94,103 @@ def compare(
         if not case.refused
     ]
     groups = _groups(view, [jobs for _, jobs in tasks])
+    inputs = None
+    if data is not None:
+        inputs = LayerInputs(
+            model,
+            data,
+            num_samples=num_samples,
+            max_seq_length=max_seq_length,
+            batch_size=batch_size,
+            text_column=text_column,
+            split=split,
+            seed=seed,
+            device=device,
+            trust_remote_code_model=trust_remote_code_model,
+        )
+        comparison.data = inputs.description
     total = sum(view.info(name).nbytes for group in groups for name in group)
     with view, progress("comparing", total, show_progress, unit="bytes") as advance:
-        for group in groups:
+        for group, moments in _steps(groups, inputs, source, wanted, comparison.unseen, advance):
             weights = {name: placement.bring(view.read(name)) for name in group}
             for name, weight in weights.items():
-                if (module := name.removesuffix(".weight")) in wanted:
+                module = _module(name)
+                if module not in wanted:
+                    continue
+                if inputs is None:
                     comparison.energies[module] = _energy(weight)
+                elif module in moments:
+                    comparison.energies[module] = moments[module].energy(weight)
+                else:
+                    comparison.unseen.append(module)
             for case, jobs in tasks:
                 started = time.perf_counter()
                 for job in {jobs[n].names: jobs[n] for n in group if n in jobs}.values():
-                    found = quantize(job.modules, [weights[name] for name in job.names], {})
-                    for planned, (_, result) in zip(job.modules, found, strict=True):
-                        if planned.name in wanted and result.error is not None:
-                            case.errors[planned.name] = result.error
+                    _run(case, job, [weights[name] for name in job.names], moments, wanted)
                 case.seconds += time.perf_counter() - started
             advance(sum(view.info(name).nbytes for name in group))
+    if not comparison.energies:
+        raise PlanError(
+            f"no token of the data reaches {comparison.unseen[0]} and the others: pass more data, "
+            "or compare them without"
+        )
     return comparison
+
+
+def _run(
+    case: Case,
+    job: Job,
+    weights: Sequence[torch.Tensor],
+    moments: Mapping[str, InputMoment],
+    wanted: Mapping[str, None],
+) -> None:
+    """Quantize the weights of a job, and note the errors.
+
+    moments: of their inputs; empty without data
+    """
+    importance = {name: (moment.squares, moment.tokens) for name, moment in moments.items()}
+    found = quantize(job.modules, weights, importance)
+    for planned, weight, (stored, result) in zip(job.modules, weights, found, strict=True):
+        if planned.name not in wanted or result.error is None:
+            continue
+        if moments and planned.name not in moments:
+            continue
+        case.errors[planned.name] = result.error
+        if (moment := moments.get(planned.name)) is not None:
+            rounded = stored_as(planned.scheme).decode(stored, planned.scheme)
+            energy = moment.energy(weight)
+            noise = moment.energy(rounded.to(weight.device) - weight.float())
+            case.errors[planned.name] = noise / energy if energy else 0.0
+
+
+def _steps(
+    groups: Sequence[tuple[str, ...]],
+    inputs: LayerInputs | None,
+    source: Source,
+    wanted: Mapping[str, None],
+    unseen: list[str],
+    advance: Callable[..., None],
+) -> Iterator[tuple[tuple[str, ...], Mapping[str, InputMoment]]]:
+    """Yield the groups of weights, and with data the moments of their inputs.
+
+    unseen: filled with the modules of groups that no token reaches
+    """
+    if inputs is None:
+        yield from ((group, {}) for group in groups)
+        return
+    left = list(groups)
+    keys = {source.module_key(name): name for name in wanted}
+    with contextlib.closing(inputs.walk(keys, advance)) as walk:
+        for found in walk:
+            moments = {keys[key]: moment for key, moment in found.items()}
+            ready = [g for g in left if any(_module(name) in moments for name in g)]
+            left = [g for g in left if g not in ready]
+            yield from ((group, moments) for group in ready)
+    unseen += [module for group in left for name in group if (module := _module(name)) in wanted]
+
+
+def _module(name: str) -> str:
+    return name.removesuffix(".weight")
 
 
 def _plan(case: Case, source: Source, ignore: Sequence[str], changes: Mapping[str, int]) -> Plan:

@@ -4,6 +4,7 @@
     print(evaluation)
     found = study("path/to/model", "quantized", "held-out.txt")
     print(found.verdict.word, found.verdict.reasons)
+    compared = compare_checkpoints("path/to/model", ["quantized", "other"], "held-out.txt")
 
 Perplexity alone hides changes: a model may answer differently and score the same on average. So the
 two models are compared token by token, by their distributions over the next token. `study` adds the
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING
 from steelyard.evaluate.evaluation import Evaluation, EvaluationInterrupted
 
 if TYPE_CHECKING:
+    from steelyard.evaluate.checkpoint_comparison import compare_checkpoints
     from steelyard.evaluate.divergence import evaluate
     from steelyard.evaluate.studies import Study, study
     from steelyard.evaluate.verdict import Limits, Verdict, judge
@@ -28,12 +30,14 @@ __all__ = [
     "Limits",
     "Study",
     "Verdict",
+    "compare_checkpoints",
     "evaluate",
     "judge",
     "study",
 ]
 
 _LAZY = {  # torch and transformers take seconds
+    "compare_checkpoints": "checkpoint_comparison",
     "evaluate": "divergence",
     "study": "studies",
     "Study": "studies",

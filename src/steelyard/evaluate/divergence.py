@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from steelyard.data.limits import learned_positions
-from steelyard.data.samples import Inputs, Samples, load_samples
-from steelyard.data.tokenizer import processor_of, tokenizer_of
+from steelyard.data.samples import Inputs
 from steelyard.engine.progress import progress, say
-from steelyard.errors import DataError
 from steelyard.evaluate.comparable import check_pair, check_tokenizers
 from steelyard.evaluate.evaluation import Evaluation, EvaluationInterrupted
+from steelyard.evaluate.held_out import HeldOut, held_out
 from steelyard.evaluate.metrics import Scores, score, summarize
-from steelyard.evaluate.scored_tokens import check_scorable, placeholder_ids, scored_targets
 from steelyard.model.blocks import Batch
 from steelyard.model.cost import Costs, estimate_seconds
-from steelyard.model.inputs import check_inputs
 from steelyard.model.layerwise import DTYPE, HiddenStates, LayerwiseModel, default_memory
 from steelyard.model.opening import open_model
 from steelyard.model.placement import placement_of
 from steelyard.words import duration
 
-__all__ = ["Scored", "evaluate"]
+__all__ = ["Scored", "evaluate", "evaluate_all"]
 
 _PROJECTED = 1 << 24  # logits of one model computed at a time: 64 MB
 _SCORED = 1 << 20  # logits scored at a time, so that they fit a CPU cache in fp64
@@ -96,113 +92,143 @@ def evaluate(
     >>> evaluate("SmolLM2-135M", "SmolLM2-135M", "held-out.txt").kl_divergence
     0.0
     """
-    started = time.perf_counter()
-    placement = placement_of(device, base)
-    opened = [open_model(model, trust_remote_code_model) for model in (base, quantized)]
-    for source, _ in opened:
-        source.place(placement)
-    models = [LayerwiseModel(opened[0][0], "base"), LayerwiseModel(opened[1][0], "quantized")]
-    check_pair(*models)
-    folders = [model.source.origin for model in models]
-    assert folders[0] is not None and folders[1] is not None
-    check_tokenizers(folders[0], folders[1])
-    positions = [learned_positions(model.source.model) for model in models]
-
-    def check(inputs: Inputs, where: str) -> None:
-        check_scorable(inputs, where)
-        for model in models:
-            check_inputs(model.source.model, inputs, where)
-
-    samples = _samples(
+    runs = evaluate_all(
+        base,
+        [quantized],
         data,
-        tokenizer=lambda: tokenizer_of(
-            tokenizer or processor, models[0].source, trust_remote_code_model
-        ),
-        processor=lambda: processor_of(
-            processor or tokenizer, models[0].source, trust_remote_code_model
-        ),
-        check=check,
-        features_only=True,
-        num_calibration_samples=num_samples,
+        tokenizer=tokenizer,
+        processor=processor,
+        num_samples=num_samples,
         max_seq_length=max_seq_length,
         batch_size=batch_size,
         text_column=text_column,
         split=split,
-        shuffle=False,
         seed=seed,
-        vocab_size=models[0].vocab_size,
-        max_positions=min((p for p in positions if p is not None), default=None),
+        device=device,
+        memory=memory,
+        trust_remote_code_model=trust_remote_code_model,
+        show_progress=show_progress,
     )
-    placeholders = placeholder_ids(models[0].source.model.config)
-    chosen = [scored_targets(batch, placeholders) for batch in samples.batches]
-    batches = [placement.bring_all(batch) for batch in samples.batches]
-    to_score = sum(int(each.sum()) for each in chosen)
-    if not to_score:
-        raise DataError(
-            f"{samples.description}: none has a second token of text, and the first is not "
-            "scored; pass longer texts, or a larger max_seq_length"
-        )
-    tokens = sum(batch["input_ids"].numel() for batch in samples.batches)  # with padding
-    nbytes = tokens * sum(model.hidden_size for model in models) * DTYPE.itemsize
-    costs = [Costs(w.source.model, w.sequence.modules, tokens) for w in models]
-    total = sum(cost.total() for cost in costs)
-    say(_plan(samples, to_score, models, total), show_progress)
+    [scored] = runs  # to its end, which frees the hidden states
+    if then is not None:
+        then(scored)
+    return scored.evaluation
+
+
+def evaluate_all(
+    base: str | Path,
+    quantized: Sequence[str | Path],
+    data: Any,
+    *,
+    device: Any = "auto",
+    memory: int | None = None,
+    trust_remote_code_model: bool = False,
+    show_progress: bool | None = None,
+    **options: Any,
+) -> Generator[Scored, None, None]:
+    """Compare several quantized checkpoints with their base model, which runs only once.
+
+    All are checked before the first runs. The arguments are those of `evaluate`.
+    """
+    started = time.perf_counter()
+    placement = placement_of(device, base)
+    opened = [open_model(model, trust_remote_code_model) for model in (base, *quantized)]
+    for source, _ in opened:
+        source.place(placement)
+    first = LayerwiseModel(opened[0][0], "base")
+    others = [LayerwiseModel(source, "quantized") for source, _ in opened[1:]]
+    for other in others:
+        check_pair(first, other)
+        assert first.source.origin is not None and other.source.origin is not None
+        check_tokenizers(first.source.origin, other.source.origin)
+    options["trust_remote_code_model"] = trust_remote_code_model
+    text = held_out([source for source, _ in opened], data, **options)
+    batches = [placement.bring_all(batch) for batch in text.samples.batches]
+    models = [first, *others]
+    sizes = max(model.hidden_size for model in others) + first.hidden_size
+    costs = [Costs(w.source.model, w.sequence.modules, text.tokens) for w in models]
+    again = costs[0].outside + costs[0].scoring(text.tokens)
+    total = sum(cost.total() for cost in costs) + (len(others) - 1) * again
+    say(_plan(text, models, total), show_progress)
     limit = default_memory() if memory is None else memory
-    notes = (samples.description, *opened[0][1], *opened[1][1])
-
-    def result(scores: list[Scores], scored: int) -> Evaluation:
-        seconds = time.perf_counter() - started
-        found = asdict(summarize(scores))
-        return Evaluation(str(base), str(quantized), scored, seconds=seconds, notes=notes, **found)
-
+    inputs = [
+        batch for batch, which in zip(text.samples.batches, text.chosen, strict=True) if which.any()
+    ]
+    masks = [which for which in text.chosen if which.any()]
     with (
-        HiddenStates(nbytes, limit) as held,
+        HiddenStates(text.tokens * sizes * DTYPE.itemsize, limit) as held,
         progress("evaluating", total, show_progress, unit="work") as advance,
     ):
-        ends = [
-            model.run(batches, held, cost, advance)
-            for model, cost in zip(models, costs, strict=True)
-        ]
-        scores: list[Scores] = []
-        scored = 0
-        try:
-            with models[0].head(), models[1].head():
-                advance(sum(cost.outside for cost in costs), "both models, scoring")
-                for *pair, which in zip(*ends, chosen, strict=True):
-                    parts = list(_scores(models, pair, which))
-                    scores += [Scores.joined(parts)] if parts else []
-                    input_ids = pair[0].inputs["input_ids"]
-                    scored += len(input_ids)
-                    work = sum(cost.scoring(input_ids.numel()) for cost in costs)
-                    advance(work, "both models, scoring")
-        except KeyboardInterrupt as interrupt:
-            if not scores:
-                raise
-            raise EvaluationInterrupted(result(scores, scored), to_score) from interrupt
-    found = result(scores, scored)
-    if then is not None:
-        inputs = [
-            batch for batch, which in zip(samples.batches, chosen, strict=True) if which.any()
-        ]
-        masks = [which for which in chosen if which.any()]
-        then(Scored(models[0], models[1], found, inputs, masks, scores))
-    return found
+        ends = first.run(batches, held, costs[0], advance)
+        for model, cost, (_, notes), name in zip(
+            others, costs[1:], opened[1:], quantized, strict=True
+        ):
+            about = {
+                "base": str(base),
+                "quantized": str(name),
+                "notes": (text.samples.description, *opened[0][1], *notes),
+            }
+
+            def result(
+                scores: list[Scores], samples: int, about: Any = about, since: float = started
+            ) -> Evaluation:
+                seconds = time.perf_counter() - since
+                return Evaluation(
+                    samples=samples, seconds=seconds, **about, **asdict(summarize(scores))
+                )
+
+            with held.beside() as beside:
+                pair = (ends, model.run(batches, beside, cost, advance))
+                scores = _scored((first, model), pair, text, (costs[0], cost), advance, result)
+            found = result(scores, text.rows)
+            yield Scored(first, model, found, inputs, masks, scores)
+            started = time.perf_counter()
 
 
-def _plan(samples: Samples, to_score: int, models: list[LayerwiseModel], total: float) -> str:
+def _plan(text: HeldOut, models: list[LayerwiseModel], total: float) -> str:
     """Return one line on the amount of work and its estimated time."""
     layers = [len(model.sequence.layers) for model in models]
-    steps = len(samples.batches) * (sum(layers) + 3)
+    batches = len(text.samples.batches)
+    steps = batches * (sum(layers) + 3)
     about = duration(estimate_seconds(total, steps, models[0].hidden_size))
+    each = "each model" if len(models) == 2 else f"each of {len(models)} models"
     return (
-        f"evaluating {to_score:,} tokens of {samples.num_samples:,} samples, in "
-        f"{len(samples.batches):,} batches through {layers[0]} layers of each model: about {about}"
+        f"evaluating {text.to_score:,} tokens of {text.samples.num_samples:,} samples, in "
+        f"{batches:,} batches through {layers[0]} layers of {each}: about {about}"
     )
+
+
+def _scored(
+    models: tuple[LayerwiseModel, LayerwiseModel],
+    ends: tuple[list[Batch], list[Batch]],
+    text: HeldOut,
+    costs: tuple[Costs, Costs],
+    advance: Callable[[float, str], None],
+    result: Callable[[list[Scores], int], Evaluation],
+) -> list[Scores]:
+    """Score all batches; on Ctrl-C, raise with the result so far."""
+    scores: list[Scores] = []
+    scored = 0
+    try:
+        with models[0].head(), models[1].head():
+            advance(sum(cost.outside for cost in costs), "both models, scoring")
+            for *pair, which in zip(*ends, text.chosen, strict=True):
+                parts = list(_scores(models, pair, which))
+                scores += [Scores.joined(parts)] if parts else []
+                input_ids = pair[0].inputs["input_ids"]
+                scored += len(input_ids)
+                work = sum(cost.scoring(input_ids.numel()) for cost in costs)
+                advance(work, "both models, scoring")
+    except KeyboardInterrupt as interrupt:
+        if not scores:
+            raise
+        raise EvaluationInterrupted(result(scores, scored), text.to_score) from interrupt
+    return scores
 
 
 @torch.no_grad()
 def _scores(
-    models: list[LayerwiseModel], pair: list[Batch], chosen: torch.Tensor
+    models: Sequence[LayerwiseModel], pair: list[Batch], chosen: torch.Tensor
 ) -> Iterator[Scores]:
     """Compare the two models on one batch, a few positions at a time.
 
@@ -229,21 +255,3 @@ def _scores(
         for first in range(0, len(targets), some):
             part = slice(first, first + some)
             yield score(logits[0][part], logits[1][part], targets[part])
-
-
-def _samples(data: Any, **options: Any) -> Samples:
-    """Load the data, in the types of the computation; errors use the arguments of `evaluate`."""
-    try:
-        samples = load_samples(data, **options)
-    except DataError as error:
-        message = str(error).replace("num_calibration_samples", "num_samples")
-        message = message.replace("splits=", "split=").replace("calibration data", "data")
-        raise DataError(message) from error
-    return replace(samples, batches=[_as_computed(batch) for batch in samples.batches])
-
-
-def _as_computed(inputs: Inputs) -> Inputs:
-    """Return a batch with int64 token ids and fp32 features, without labels, which make a loss."""
-    kept = {name: tensor for name, tensor in inputs.items() if name != "labels"}
-    floats = {n: t.to(DTYPE) for n, t in kept.items() if t.is_floating_point()}
-    return {**kept, **floats, "input_ids": kept["input_ids"].long()}

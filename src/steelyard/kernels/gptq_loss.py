@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["exact_losses", "judge"]
+__all__ = ["exact_losses", "judge", "squared_lengths"]
 
 _MARGIN = 1e-3  # of a row's squared length; far above the rounding of fp32
 _HEAD = 128  # entries of the lower bound
@@ -47,7 +47,7 @@ def judge(
     watched[sample] = True
     index = watched.nonzero().flatten()
     candidates = nearest_errors.index_select(1, index)
-    lengths = _squared_lengths(candidates, lower)
+    lengths = squared_lengths(candidates, lower)
     ours, nearest = losses[index], lengths - nearest_shift[index]
     unclear = ~((nearest - ours).abs() > _MARGIN * lengths)
     if bool(unclear.any()):
@@ -76,8 +76,11 @@ def exact_losses(errors: torch.Tensor, hessian: torch.Tensor, mean: float) -> to
     return losses
 
 
-def _squared_lengths(errors: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
-    """Return the squared length of e L for every row; (rows,), fp64."""
+def squared_lengths(errors: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
+    """Return the squared length of e L for every row; (rows,), fp64.
+
+    errors: (columns, rows), in the order of `lower`
+    """
     lengths = torch.zeros(errors.shape[1], dtype=torch.float64, device=errors.device)
     for start in range(0, len(errors), 128):
         entries = lower[start:, start : start + 128].t() @ errors[start:]

@@ -31,7 +31,7 @@ from steelyard.kernels.backend import use_compiled, use_triton
 from steelyard.kernels.gptq_checks import check_problem
 from steelyard.kernels.gptq_factor import factorise
 from steelyard.kernels.gptq_grid import Grid
-from steelyard.kernels.gptq_loss import exact_losses, judge
+from steelyard.kernels.gptq_loss import exact_losses, judge, squared_lengths
 from steelyard.kernels.gptq_refine import ScaleSteps, refine
 
 if TYPE_CHECKING:
@@ -175,12 +175,12 @@ def solve(
         again, moved = refine(
             original[back], damped, grid, values[back], steps, rounds, fast, kernels
         )
-        off = original[back] - again
-        lengths = ((damped @ off) * off).sum(0, dtype=torch.float64)
-        gains = lengths - _damping(off, added[back]) < losses  # with the undamped H
-        values = torch.where(gains, again[reverse], values)
-        errors = original - values
-        losses = torch.where(gains, lengths - _damping(off, added[back]), losses)
+        again = again.index_select(0, reverse)
+        off = original - again
+        refined_losses = squared_lengths(off, lower) - _damping(off, added)  # with the undamped H
+        gains = refined_losses < losses
+        values, errors = torch.where(gains, again, values), torch.where(gains, off, errors)
+        losses = torch.where(gains, refined_losses, losses)
         refined = grid.with_rows(scale, steps.stored(moved.scale).t(), gains)
         found = Grid.of(weight, refined, zero_point, args, global_scale, exact, backend)
     rounded = values.to(weight.dtype).index_select(0, back).t().contiguous()
@@ -274,7 +274,7 @@ def _nearest_errors(
 
 def _damping(errors: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
     """Return the losses that dampening adds, (rows,), fp64."""
-    return (added.double().unsqueeze(1) * errors.double().square()).sum(0)
+    return (errors.square() * added.unsqueeze(1)).sum(0, dtype=torch.float64)
 
 
 def _reordered(weight: torch.Tensor, reverse: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,14 @@ import torch
 from steelyard.kernels import compiled
 from steelyard.kernels.backend import use_compiled
 
-__all__ = ["accumulate", "accumulate_product", "empty_slab", "slab_starts", "symmetric"]
+__all__ = [
+    "accumulate",
+    "accumulate_product",
+    "empty_slab",
+    "output_square",
+    "slab_starts",
+    "symmetric",
+]
 
 _ROWS = 128  # fewer save multiplications, more make each of them cheaper
 
@@ -83,3 +90,22 @@ def symmetric(slabs: Sequence[torch.Tensor]) -> torch.Tensor:
         whole[rows, rows.stop :] = slab[:, len(slab) :]
         whole[rows.stop :, rows] = slab[:, len(slab) :].t()
     return whole
+
+
+def output_square(weight: torch.Tensor, hessian: torch.Tensor) -> float:
+    """Return the squared length of the outputs, tr(W H W^T).
+
+    It is the inner product of H and W^T W, both symmetric: a quarter of the work of W H, or less.
+
+    weight:  (out, in)
+    hessian: (in, in), fp32, on the same device
+    """
+    starts = slab_starts(len(hessian))
+    slabs = [empty_slab(len(hessian), start, weight.device) for start in starts]
+    accumulate(slabs, weight)
+    total = 0.0
+    for start, slab in zip(starts, slabs, strict=True):
+        products = slab.triu_().mul_(hessian[start : start + len(slab), start:])
+        diagonal = products.diagonal().sum(dtype=torch.float64)
+        total += float(2 * products.sum(dtype=torch.float64) - diagonal)
+    return total

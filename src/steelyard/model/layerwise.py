@@ -59,6 +59,12 @@ class HiddenStates:
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
 
+    def beside(self) -> HiddenStates:
+        """Return storage for another model under the same limit; it ends on its own."""
+        other = HiddenStates(0, self._memory)
+        other.spilled, other._held = self.spilled, self._held
+        return other
+
     def put(self, hidden: torch.Tensor, free: torch.Tensor | None) -> torch.Tensor:
         """Store hidden states, and return the stored tensor.
 

@@ -68,11 +68,15 @@ def rounded_once(modules: Iterable[Module], dtype: torch.dtype | None = None) ->
     dtype: a wider type that each is cast to before, with its scales; None casts nothing. Only the
            stored weight is kept, not the wider one before it was rounded.
     """
-    weighed: list[Any] = [module for module in modules if _weight_args(module) is not None]
+    given: list[Any] = [module for module in modules if "weight" in module._parameters]
+    weighed = [module for module in given if _weight_args(module) is not None]
     wider = list(_wider([each.weight.data for each in weighed], dtype))
     kept = [(each, each.weight.data, each.quantization_status) for each in weighed]
     cast = contextlib.ExitStack()
     try:
+        for each in given:
+            if each not in weighed:
+                cast.enter_context(computing_in(each, dtype))
         for each, wide in zip(weighed, wider, strict=True):
             if wide is not None:
                 each.weight.data = wide.copy_(each.weight.data)
@@ -90,8 +94,9 @@ def rounded_once(modules: Iterable[Module], dtype: torch.dtype | None = None) ->
 
 
 def _weight_args(module: Any) -> Any:
-    """Return how the weight of a module is quantized; None where it has none, or is not."""
-    return module.quantization_scheme.weights if "weight" in module._parameters else None
+    """Return how the weight of a module is quantized; None if it is not."""
+    scheme = module.quantization_scheme
+    return None if scheme is None else scheme.weights
 
 
 def _wider(

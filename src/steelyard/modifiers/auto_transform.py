@@ -28,5 +28,5 @@ class TransformModifier(BalancingModifier):
     transform: Literal["auto", "smoothquant", "awq"] = Field(
         default="auto", description="what to measure besides no transform; auto: both"
     )
-    n_grid: int = Field(default=20, ge=2, description="candidates of AWQ for each pair")
+    n_grid: int = Field(default=10, ge=2, description="candidates of AWQ for each pair")
     batches: int = Field(default=4, ge=1, description="batches to measure the block's output on")

@@ -12,8 +12,7 @@ hooks are removed, and a module whose calibration did not finish is restored.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from types import TracebackType
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -229,6 +228,10 @@ class Calibration:
                 check_state(observer, state, f"rank {rank}", "there")
             combine(observer, states)
 
+    def release(self, name: str) -> None:
+        """Stop calibrating a module, and restore it."""
+        self._restore({name: self.modules.pop(name)})
+
     def finish(self, weights: Collection[str] | None = None) -> None:
         """Compute every parameter; activations without statistics keep none.
 
@@ -249,19 +252,16 @@ class Calibration:
             update_qparams(self.modules[name], BASE_NAMES if name in chosen else ACTIVATIONS)
         self._finished.update(names)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._clean()
 
     def _clean(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        for name, module in self.modules.items():
+        while self._handles:
+            self._handles.pop().remove()
+        self._restore(self.modules)
+
+    def _restore(self, modules: Mapping[str, Module]) -> None:
+        for name, module in modules.items():
             remove_observers(module)
             for gathered in ("_imatrix_sum", "_imatrix_count", "_imatrix_bins"):
                 module.__dict__.pop(gathered, None)

@@ -24,7 +24,7 @@ from steelyard.errors import StrategyError
 from steelyard.kernels.bin_counts import BINS
 from steelyard.kernels.qparams import qparams_from_range
 from steelyard.kernels.range_costs import errors_of
-from steelyard.kernels.rounding import minifloat, quantized_range
+from steelyard.kernels.rounding import quantized_range
 from steelyard.kernels.token_bins import KEYS, add_tokens, width_exponents
 from steelyard.observers.base import Observer, reads_blocks
 from steelyard.observers.combine import TOKEN_TABLE
@@ -34,6 +34,7 @@ __all__ = ["TokenMSEObserver"]
 
 _MOST_PARAMETERS = 1 << 16  # a GiB of counts
 _CUT = 4  # times the range: a token with such a value is not served
+_LOST = 0.25  # squared error over sum of squares of a token that is not served
 _PER_OCTAVE, _OCTAVES = 8, 12  # candidates: the observed range times 2^(-k / 8)
 _WIDER = 2.0 ** (torch.arange(1, _PER_OCTAVE) / _PER_OCTAVE)
 """Candidates of floating-point types besides. A range twice as large has the same codes, but those
@@ -164,25 +165,35 @@ class TokenMSEObserver(Observer):
         return (errors * weights[:, None]).sum(0)
 
     def unserved(self) -> str | None:
-        """Say so if most tokens round to zero, or the largest are cut to a quarter."""
+        """Say so if most tokens lose half of themselves, or the largest are cut to a quarter."""
         if self.args.strategy != "tensor" or not self.has_statistics:
             return None
         rows = self.token_table.cpu()
         tokens, size = rows[:, KEYS:].sum(-1).double(), rows[:, 1].double()
-        scale = float(self.get_qparams()["scale"])
+        found = self.get_qparams()
+        scale, zero_point = (
+            value.double().cpu().reshape(1) for value in (found["scale"], found["zero_point"])
+        )
         low, high = quantized_range(self.args)
         levels = max(-low, high) if self.args.symmetric else high - low
-        smallest = 1.0
-        if self.args.type == "float":
-            mantissa, exponent = minifloat(self.args.num_bits)
-            smallest = 2.0 ** (exponent - mantissa)
-        zero = float(tokens[torch.exp2(size + 1) <= scale * smallest / 2].sum() / tokens.sum())
+        lost = float(tokens[self._losses(rows, scale, zero_point) > _LOST].sum() / tokens.sum())
         cut = float(tokens[torch.exp2(size) > _CUT * scale * levels].sum() / tokens.sum())
-        if zero > 0.5:
-            return f"{zero:.1%} of the tokens round to zero"
+        if lost > 0.5:
+            return f"{lost:.1%} of the tokens lose half of their norm or more"
         if cut:
             return f"{cut:.2%} of the tokens lose more than three quarters of their largest value"
         return None
+
+    def _losses(
+        self, rows: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the squared error of each row over its sum of squares, (rows,)."""
+        width = torch.exp2(width_exponents(rows).double())
+        unit, zeros = (scale / width)[:, None], zero_point.expand(len(rows))[:, None]
+        errors = errors_of(rows[:, KEYS:], unit, zeros, self.args, 2.0).reshape(-1)
+        lower = torch.arange(-BINS // 2, BINS // 2, dtype=torch.float64)
+        squares = rows[:, KEYS:].double() @ (lower.square() + lower + 1 / 3)
+        return errors / squares
 
     def statistics_problem(self, tensors: Mapping[str, torch.Tensor]) -> str | None:
         if not tensors:

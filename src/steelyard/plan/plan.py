@@ -17,8 +17,7 @@ from compressed_tensors.quantization import QuantizationConfig, QuantizationSche
 from torch.nn import Embedding, Linear, Module, MultiheadAttention
 
 from steelyard.errors import PlanError
-from steelyard.foreign import printable
-from steelyard.formats import TensorSpec, expected_tensors, format_of
+from steelyard.formats import TensorSpec, expected_tensors
 from steelyard.formats.served_rotation import ServedRotation
 from steelyard.model.attention import attention_group, cached_attention
 from steelyard.model.matching import is_named, is_router
@@ -33,9 +32,10 @@ from steelyard.plan.claims import (
     merged_config,
     refuse_slow_patterns,
 )
+from steelyard.plan.plan_text import plan_text
 from steelyard.plan.problems import errors_of, warnings_of
-from steelyard.plan.tied_weights import TiedHeads, untying_notes
-from steelyard.words import count, duration, size
+from steelyard.plan.tied_weights import TiedHeads
+from steelyard.words import count
 
 __all__ = ["Left", "Plan", "Planned", "make_plan", "search_time"]
 
@@ -92,6 +92,9 @@ class Plan:
     small_bytes: int = 0  # norms, biases and the like
     layers: int = 1
     hidden: int = 0
+    algorithms: list[str] = field(default_factory=list)  # of the recipe's steps, in their order
+    device: str = "cpu"
+    samples: int = 0  # of calibration data, at most
     tokens: int = 0  # calibration tokens
     budget: int = 0  # bytes of the source that a stream holds at once
     passes: float = 1  # of the tokens through each layer; Hessians cost as much as half a pass
@@ -144,27 +147,7 @@ class Plan:
         )
 
     def __str__(self) -> str:
-        lines = [f"{count(len(self.quantized), 'module')} to quantize"]
-        for group in dict.fromkeys(p.group for p in self.quantized):
-            members = [p for p in self.quantized if p.group == group]
-            lines.append(f"  {group}: {len(members)} as {format_of(members[0].scheme)}")
-        if self.attention:
-            lines.append(f"{count(len(self.attention), 'attention module')} with quantized states")
-        lines += untying_notes(self)
-        for reason in dict.fromkeys(left.reason for left in self.left):
-            names = [left.name for left in self.left if left.reason == reason]
-            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            lines.append(f"not quantized: {shown} ({reason})")
-        if self.route:
-            lines += [self.route, *filter(None, [self.forward.reason])]
-        if not self.errors:  # else the size is unknown
-            lines.append(
-                f"{size(self.source_bytes)} -> {size(self.output_bytes)}; about "
-                f"{size(self.memory)} of memory and {duration(self.seconds)}"
-            )
-        lines += [f"warning: {warning}" for warning in self.warnings]
-        lines += [f"error: {error}" for error in self.errors]
-        return "\n".join(printable(line) for line in lines)
+        return plan_text(self)
 
 
 def make_plan(
@@ -178,6 +161,7 @@ def make_plan(
     claims = claims_of(config, modifiers)
     refuse_slow_patterns(model, claims, modifiers)
     plan = Plan(QuantizationConfig(config_groups={}))
+    plan.algorithms = [type(modifier).algorithm for modifier in modifiers]
     plan.served = [rotation for each in modifiers for rotation in each.served_rotations()]
     owners: dict[int, str] = {}  # id of a parameter -> the first module that has it
     shared: dict[tuple[str, str], list[str]] = {}  # modules of two modifiers

@@ -19,7 +19,7 @@ class Route:
     """How calibration data runs through a model.
 
     whole: whether the model runs as a whole, and is in memory as a whole
-    text:  a sentence for the plan
+    text:  for the plan
     """
 
     whole: bool
@@ -32,7 +32,7 @@ def route_of(model: Any, pipeline: str) -> Route:
     Raises a PipelineError if `pipeline="sequential"` and the model cannot run layer by layer.
     """
     if pipeline == "basic":
-        return Route(True, 'the model runs as a whole, as pipeline="basic" asks')
+        return Route(True, 'the model as a whole, as pipeline="basic" asks')
     try:
         layers = model_layers(model)
         if (again := repeated_layer(model, layers)) is not None:
@@ -42,10 +42,10 @@ def route_of(model: Any, pipeline: str) -> Route:
         if pipeline == "sequential":
             raise
         reason = str(error).partition(";")[0]
-        return Route(True, f"the model runs as a whole, with all of it in memory: {reason}")
+        return Route(True, f"the model as a whole, with all of it in memory: {reason}")
 
 
 def _stacks(layers: list[Layer]) -> str:
     stacks = grouped(layers, lambda layer: layer.name, lambda layer: layer.name.rpartition(".")[0])
     parts = [f"{name} ({count(len(members), 'layer')})" for name, members in stacks]
-    return f"runs one layer at a time: {', then '.join(parts)}"
+    return f"one layer at a time: {', then '.join(parts)}"

@@ -35,6 +35,7 @@ from steelyard.report.report_files import (
     write_report,
 )
 from steelyard.report.sections import (
+    CheckpointRow,
     ComparisonRow,
     ModuleReport,
     SchemeUse,
@@ -45,6 +46,7 @@ from steelyard.report.sections import (
 
 __all__ = [
     "SCHEMA_VERSION",
+    "CheckpointRow",
     "ComparisonRow",
     "ModuleReport",
     "Report",

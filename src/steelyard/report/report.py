@@ -17,6 +17,7 @@ from steelyard.evaluate.verdict import Verdict
 from steelyard.report.gather import modules_of, skipped_weights, summary_of
 from steelyard.report.page import page_of
 from steelyard.report.sections import (
+    CheckpointRow,
     ComparisonRow,
     Evaluation,
     ModuleReport,
@@ -51,6 +52,8 @@ class Report(BaseModel):
     """Gives the blocks that cost most the next larger scheme."""
     tokens: TokenFigures | None = None
     comparison: list[ComparisonRow] | None = None
+    checkpoints: list[CheckpointRow] = Field(default_factory=list)
+    """Several checkpoints of one model, the closest to it first."""
 
     @classmethod
     def of(

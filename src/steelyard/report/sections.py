@@ -13,6 +13,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
 
 __all__ = [
+    "CheckpointRow",
     "ComparisonRow",
     "Evaluation",
     "ModuleReport",
@@ -185,3 +186,29 @@ class ComparisonRow(_Section):
     """Error of each layer."""
     seconds: float | None = None
     evaluation: Evaluation = Field(default_factory=dict)
+
+
+class CheckpointRow(_Section):
+    """One of several checkpoints of the same model, scored on the same tokens."""
+
+    name: str
+    schemes: str
+    """Such as W4A16, or 14 W4A16, 4 W8A16."""
+    bytes: int
+    bits_per_weight: float | None = None
+    """Over the quantized weights, including scales and zero points."""
+    kl_divergence: float
+    kl_error: float | None = None
+    """Standard error of kl_divergence."""
+    kl_p99: float
+    perplexity_change: float | None = None
+    top1_agreement: float
+    verdict: str
+    behind: float
+    """KL divergence more than that of the closest to the original."""
+    within_noise: bool
+    """Whether the difference is within two standard errors."""
+    smallest: bool
+    """No other is both smaller and closer to the original."""
+    link: str | None = None
+    """Address of its own report, relative to this page."""

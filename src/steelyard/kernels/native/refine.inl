@@ -4,6 +4,7 @@
 // of zero, and a vector of zeros is not added: most codes stop changing after the first round.
 
 constexpr int REFINE_TRIES = 2;
+constexpr int REFINE_SUMS = 8;
 
 static inline bool any(vf a) {
     uint64_t words[sizeof(vf) / 8], found = 0;
@@ -68,11 +69,11 @@ struct RefineTile {
         return c.decode(p.tight ? c.kept_near(q, y) : q);
     }
 
-    // H e after column j has moved.
-    void subtract(int64_t j, int v, vf moved) {
+    // H e of the columns from `from` on, after column j has moved.
+    void subtract(int64_t j, int v, vf moved, int64_t from) {
         if (!any(moved)) return;
         const float* h = p.hessian + j * p.columns;
-        for (int64_t k = 0; k < p.columns; ++k) put(sums, k, v, at(sums, k, v) - moved * h[k]);
+        for (int64_t k = from; k < p.columns; ++k) put(sums, k, v, at(sums, k, v) - moved * h[k]);
     }
 
     // Replaces the values by `became` in rows that gain.
@@ -80,16 +81,25 @@ struct RefineTile {
         for (int64_t j = first; j < last; ++j) {
             const vf from = at(values, j, v), to = better ? at(became, j, v) : from;
             put(values, j, v, to);
-            subtract(j, v, to - from);
+            subtract(j, v, to - from, first);
         }
     }
 
     // product = H m within a group
     void multiply(const std::vector<float>& m, int64_t first, int64_t last, int v) {
-        for (int64_t k = first; k < last; ++k) {
+        int64_t k = first;
+        for (; k + REFINE_SUMS <= last; k += REFINE_SUMS) {  // several sums, to hide their latency
             const float* h = p.hessian + k * p.columns;
+            vf totals[REFINE_SUMS] = {};
+            for (int64_t j = first; j < last; ++j) {
+                const vf each = at(m, j, v);
+                for (int i = 0; i < REFINE_SUMS; ++i) totals[i] += each * h[i * p.columns + j];
+            }
+            for (int i = 0; i < REFINE_SUMS; ++i) put(product, k + i, v, totals[i]);
+        }
+        for (; k < last; ++k) {
             vf total = {};
-            for (int64_t j = first; j < last; ++j) total += at(m, j, v) * h[j];
+            for (int64_t j = first; j < last; ++j) total += at(m, j, v) * p.hessian[k * p.columns + j];
             put(product, k, v, total);
         }
     }
@@ -147,7 +157,8 @@ struct RefineTile {
         return better ? other : scale;
     }
 
-    void sweep(int64_t first, int64_t last, int v, vf scale, vf zero) {
+    // The last sweep of a group needs H e only of the columns still to come.
+    void sweep(int64_t first, int64_t last, int v, vf scale, vf zero, bool is_last) {
         const Stored<TYPE> c = codes(scale, zero);
         for (int64_t j = first; j < last; ++j) {
             const float pivot = p.hessian[j * p.columns + j];
@@ -155,7 +166,7 @@ struct RefineTile {
             const vf best = nearest(c, from + sum / pivot), moved = best - from;
             const vi better = moved * (2.0f * sum - moved * pivot) > 0.0f;
             put(values, j, v, better ? best : from);
-            subtract(j, v, better ? moved : vf{});
+            subtract(j, v, better ? moved : vf{}, is_last ? j + 1 : first);
         }
     }
 
@@ -176,7 +187,7 @@ struct RefineTile {
         for (int v = 0; v < GPTQ_VECTORS; ++v) {
             if (p.fit) scale.at[v] = fit(first, last, v, scale.at[v], zero.at[v]);
             if (p.fit && coarse) {
-                sweep(first, last, v, scale.at[v], zero.at[v]);
+                sweep(first, last, v, scale.at[v], zero.at[v], false);
                 vf near[2];
                 beside(nearest_stored(scale.at[v] * divisor, p.format.scale), p.format.scale, near[0],
                        near[1]);
@@ -184,7 +195,7 @@ struct RefineTile {
                     scale.at[v] = replaced(first, last, v, scale.at[v], each / divisor, zero.at[v]);
                 }
             }
-            sweep(first, last, v, scale.at[v], zero.at[v]);
+            sweep(first, last, v, scale.at[v], zero.at[v], true);
         }
         if (p.fit) scale.write(place, n);
     }

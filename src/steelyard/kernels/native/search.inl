@@ -20,12 +20,15 @@ struct Rounding {
           magic(1.5f * float(1 << (23 - f.mantissa))) {}
 };
 
+constexpr int BOUNDED = -1;  // any power, of numbers below BoundedPower::END
+
 // |a|^NORM; NORM 0 stands for any other power.
 template <int NORM>
 static inline vf raise(vf a, const Power& power) {
     if constexpr (NORM == 1) return vabs(a);
     else if constexpr (NORM == 2) return a * a;
     else if constexpr (NORM == 3) return a * a * vabs(a);
+    else if constexpr (NORM == BOUNDED) return power.bounded(a);
     else return power(vabs(a));
 }
 
@@ -83,19 +86,24 @@ struct ErrorSums {
 };
 
 template <bool INT, bool WEIGHTED>
-static ErrorSums error_sums_for(float norm) {
+static ErrorSums error_sums_for(float norm, bool bounded) {
 #define STEELYARD_SUMS(NORM) \
     ErrorSums { ErrorKernel<INT, NORM, WEIGHTED>::one, ErrorKernel<INT, NORM, WEIGHTED>::many }
     if (norm == 1.0f) return STEELYARD_SUMS(1);
     if (norm == 2.0f) return STEELYARD_SUMS(2);
     if (norm == 3.0f) return STEELYARD_SUMS(3);
-    return STEELYARD_SUMS(0);
+    return bounded ? STEELYARD_SUMS(BOUNDED) : STEELYARD_SUMS(0);
 #undef STEELYARD_SUMS
 }
 
-static ErrorSums error_sums_for(bool is_int, bool weighted, float norm) {
-    if (is_int) return weighted ? error_sums_for<true, true>(norm) : error_sums_for<true, false>(norm);
-    return weighted ? error_sums_for<false, true>(norm) : error_sums_for<false, false>(norm);
+// bounded: whether all errors are below BoundedPower::END, and its power is as close as `Power`
+static ErrorSums error_sums_for(bool is_int, bool weighted, float norm, bool bounded = false) {
+    if (is_int) {
+        return weighted ? error_sums_for<true, true>(norm, bounded)
+                        : error_sums_for<true, false>(norm, bounded);
+    }
+    return weighted ? error_sums_for<false, true>(norm, bounded)
+                    : error_sums_for<false, false>(norm, bounded);
 }
 
 using Improved = std::vector<std::atomic<bool>>;  // per factor: whether any group improved there
@@ -118,7 +126,8 @@ struct Searcher {
         : p(problem),
           rounding(problem.format),
           power(problem.norm),
-          sums(error_sums_for(problem.format.is_int, problem.weights != nullptr, problem.norm)),
+          sums(error_sums_for(problem.format.is_int, problem.weights != nullptr, problem.norm,
+                              is_bounded(problem, power))),
           weights(weight_view(problem.values, problem.weights, problem.weight_stride)),
           margin(problem.format.scale == ScaleType::e8m0 ? 1 - 2e-6 : 1) {
         const size_t padded = (p.num_factors + LANES - 1) / LANES * LANES;
@@ -130,6 +139,14 @@ struct Searcher {
         powers.resize(padded);
         found.resize(padded);
         step.resize(padded);
+    }
+
+    // A scale of eight bits may be too small for its values by any factor; others are not.
+    static bool is_bounded(const SearchProblem& p, const Power& power) {
+        const bool wide = p.format.scale == ScaleType::f32 || p.format.scale == ScaleType::bf16;
+        const float least = *std::min_element(p.factors, p.factors + p.num_factors);
+        return wide && power.bounded.close &&
+               2 * (p.format.qmax - p.format.qmin) < power.bounded.END * least;
     }
 
     void select(int64_t g, int64_t begin, int64_t end) {

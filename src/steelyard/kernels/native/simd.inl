@@ -51,11 +51,55 @@ static inline vf round_float(vf a, float smallest_normal, float magic) {
 // a^power for a >= 0; zero stays (nearly) zero. Built once per power, since that goes into the
 // coefficients. The relative error is below 1e-6 and alternates, so that it averages out in a sum.
 #if defined(__AVX512F__)
+// |a|^power for |a| from 2^-20 to below 2^12, and as at these ends beyond them: the power of two from
+// a table, times a polynomial through the power of the mantissa at Chebyshev's points.
+struct BoundedPower {
+    static constexpr float END = 0x1p12f;
+    static constexpr int DEGREE = 5;
+    float of_exponent[32], c[DEGREE + 1];
+    bool close = true;  // whether the relative error is below 1e-6 here too
+
+    explicit BoundedPower(double p) {
+        for (int e = -20; e < 12; ++e) of_exponent[(e + 127) & 31] = float(std::exp2(p * e));
+        double at[DEGREE + 1], newton[DEGREE + 1], monomial[DEGREE + 1] = {};
+        for (int i = 0; i <= DEGREE; ++i) {
+            at[i] = 1.5 + 0.5 * std::cos((i + 0.5) * 3.14159265358979323846 / (DEGREE + 1));
+            newton[i] = std::pow(at[i], p);
+        }
+        for (int k = 1; k <= DEGREE; ++k) {
+            for (int i = DEGREE; i >= k; --i) newton[i] = (newton[i] - newton[i - 1]) / (at[i] - at[i - k]);
+        }
+        for (int k = DEGREE; k >= 0; --k) {  // times (m - at[k]), and the next coefficient
+            for (int i = DEGREE; i > 0; --i) monomial[i] = monomial[i - 1] - at[k] * monomial[i];
+            monomial[0] = newton[k] - at[k] * monomial[0];
+        }
+        for (int i = 0; i <= DEGREE; ++i) c[i] = float(monomial[i]);
+        for (double m = 1; m < 2; m += 1 / 64.0) {
+            float found = c[DEGREE];
+            for (int i = DEGREE - 1; i >= 0; --i) found = found * float(m) + c[i];
+            close &= std::abs(found / std::pow(m, p) - 1) < 8e-7;
+        }
+    }
+
+    vf operator()(vf a) const {
+        constexpr int LARGER_MAGNITUDE = 11;
+        const __m512 above = _mm512_range_ps((__m512)a, _mm512_set1_ps(0x1p-20f), LARGER_MAGNITUDE);
+        const __m512 v = _mm512_min_ps(above, _mm512_set1_ps(0x1.fffffep11f));
+        const vf m = (vf)_mm512_getmant_ps(v, _MM_MANT_NORM_1_2, _MM_MANT_SIGN_zero);
+        const __m512i exponent = _mm512_srli_epi32(_mm512_castps_si512(v), 23);  // five bits count
+        vf q = splat(c[DEGREE]);
+        for (int i = DEGREE - 1; i >= 0; --i) q = q * m + c[i];
+        return q * (vf)_mm512_permutex2var_ps(_mm512_loadu_ps(of_exponent), exponent,
+                                              _mm512_loadu_ps(of_exponent + 16));
+    }
+};
+
 // Sixteen entries of a table fit in a register: 1 / c, log2(c) for c near the mantissa, 2^(i / 16).
 struct Power {
     float inverse[16], log2_of[16], exp2_of[16], log2_c[3], power;
+    BoundedPower bounded;
 
-    explicit Power(float p) : power(p) {
+    explicit Power(float p) : power(p), bounded(p) {
         static constexpr double LOG2_C[3] = {1.4426949415166461, -0.7216213251776091, 0.48127169509464074};
         for (int i = 0; i < 16; ++i) {
             inverse[i] = float(1 / (1 + (i + 0.5) / 16));
@@ -87,8 +131,15 @@ struct Power {
     }
 };
 #else
+struct NoBoundedPower {
+    static constexpr float END = 0;
+    static constexpr bool close = false;
+    vf operator()(vf a) const { return a; }
+};
+
 struct Power {
     float log2_c[8], power;
+    NoBoundedPower bounded;
 
     explicit Power(float p) : power(p) {
         // log2(1 + t) / t for t in [sqrt(1/2) - 1, sqrt(2) - 1]

@@ -64,6 +64,7 @@ function comparison(rows) {
           el(
             "th",
             { scope: "row" },
+            losses.length ? el("span", { class: "mark", "data-mark": letter(i) }) : null,
             row.layers.length ? el("span", { class: `line l${i % LINES}` }) : null,
             row.scheme,
           ),
@@ -94,6 +95,15 @@ function comparison(rows) {
       { class: "scroll", tabindex: 0, role: "region", "aria-label": "Comparison, as a table" },
       table,
     ),
+    losses.length
+      ? sizeChart(
+          rows.map((row) => ({
+            name: [row.scheme, row.observer].filter(Boolean).join(", "),
+            bytes: row.bytes,
+            loss: row.evaluation.kl_divergence,
+          })),
+        )
+      : null,
     layerLines(rows),
   ];
 }

@@ -93,6 +93,7 @@ function main() {
   if (report.tokens) tokenFigures(report.tokens);
   if (report.comparison && report.comparison.length)
     section("comparison", "Comparison", comparison(report.comparison));
+  if (report.checkpoints.length) checkpoints(report.checkpoints);
   if (modules.length) {
     const dialog = moduleDialog();
     const table = moduleTable(modules, dialog);
