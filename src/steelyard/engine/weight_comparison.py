@@ -71,7 +71,7 @@ def compare(
     for name in observers if data is None else ():
         if getattr(Observer.get_value_from_registry(name), "needs_importance", False):
             raise OptionError(
-                f"{name} weights columns by calibration data, but there is none: pass data=, or "
+                f"{name} weights columns by calibration data, but there is none: give it data, or "
                 "remove it"
             )
     placement = placement_of(device, model)
