@@ -19,6 +19,15 @@ _CONTEXT.set_forkserver_preload(
 def start_forked(target: Callable[..., Any], *args: Any) -> BaseProcess:
     with patch.dict(os.environ, OMP_NUM_THREADS="1"):  # a fork has none of its parent's threads
         forkserver.ensure_running()
-    process = _CONTEXT.Process(target=target, args=args)
+    process = _CONTEXT.Process(target=_with_environment, args=(dict(os.environ), target, args))
     process.start()
     return process
+
+
+def _with_environment(
+    environment: dict[str, str], target: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    """Run in the environment of the test: the server has that of the first test it served."""
+    os.environ.clear()
+    os.environ.update(environment)
+    target(*args)
