@@ -28,6 +28,7 @@ from steelyard.observers.steps import args_for
 
 __all__ = [
     "Rounding",
+    "needs_importance",
     "per_token",
     "rounded_inputs",
     "rounded_weights",
@@ -79,6 +80,12 @@ def rounded_weights(
         else weight.float()
         for name, weight in weights.items()
     }
+
+
+def needs_importance(module: Module) -> bool:
+    """Whether the observer of a module's weight cannot do without importance."""
+    args = args_for(module, "weight")
+    return args is not None and getattr(_observer(args, "weight"), "needs_importance", False)
 
 
 def shared_rounding(

@@ -18,7 +18,12 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from steelyard.algorithms.as_stored import Rounding, rounded_weights, shared_rounding
+from steelyard.algorithms.as_stored import (
+    Rounding,
+    needs_importance,
+    rounded_weights,
+    shared_rounding,
+)
 from steelyard.algorithms.balancing import BalancingState
 from steelyard.algorithms.block import Block
 from steelyard.algorithms.guard import is_gain
@@ -156,9 +161,11 @@ def _as_stored(
         given = inputs[names[0]] / candidate.columns if names[0] in inputs else rows
         roundings |= shared_rounding(block.within, names, given, block.unserved)
     weights = {
-        name.removesuffix(".weight"): value
-        for name, value in candidate.tensors.items()
-        if name.endswith(".weight")
+        name: value
+        for key, value in candidate.tensors.items()
+        if key.endswith(".weight")
+        # the inputs of the Linear that feeds a pair are not known here
+        and ((name := key.removesuffix(".weight")) in squares or not _unknown(block, name))
     }
     rounded = rounded_weights(block.within, weights, squares)
     changed = {name: value.to(dtype) for name, value in candidate.tensors.items()}
@@ -168,6 +175,10 @@ def _as_stored(
             hook = partial(_rounded_call, rounding)
             hooks.callback(block.within[name].register_forward_pre_hook(hook).remove)
         yield
+
+
+def _unknown(block: Block, name: str) -> bool:
+    return name in block.within and needs_importance(block.within[name])
 
 
 def _rounded_call(rounding: Rounding, _module: Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
