@@ -19,18 +19,17 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 pytest.importorskip("transformers")
 
+from damages import Damage, Tensors, config, tensors
 from families import small_model, token_batches
 
 from steelyard import oneshot
 from steelyard.doctor import validate_folder
 from steelyard.modifiers import GPTQModifier, QuantizationModifier
 
-Tensors = dict[str, torch.Tensor]
-Damage = Callable[[Path], None]
 Q = "model.layers.1.self_attn.q_proj"
 GATE, UP = "model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"
 HELPERS = ("provenance.json", "report.json", "report.html", "recipe.yaml")
@@ -134,28 +133,6 @@ def test_good(made: Made, tmp_path: Path, scheme: str, helped: bool, full: bool)
 
 
 # -- the table ------------------------------------------------------------------------------------
-
-
-def tensors(change: Callable[[Tensors], Any]) -> Damage:
-    """Damage to tensors; the file is written anew by the library's own writer."""
-
-    def damage(folder: Path) -> None:
-        path = folder / "model.safetensors"
-        content = load_file(path)
-        change(content)
-        save_file(content, path, metadata={"format": "pt"})
-
-    return damage
-
-
-def config(change: Callable[[dict[str, Any]], Any]) -> Damage:
-    def damage(folder: Path) -> None:
-        path = folder / "config.json"
-        content = json.loads(path.read_text())
-        change(content)
-        path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
-
-    return damage
 
 
 def random_codes(content: Tensors, only: str = "") -> None:

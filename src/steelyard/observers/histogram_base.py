@@ -19,11 +19,20 @@ from steelyard.observers.base import Observer, reads_blocks
 from steelyard.observers.combine import HISTOGRAM
 from steelyard.observers.observer_options import ActivationOptions
 
-__all__ = ["HistogramObserver"]
+__all__ = ["HistogramObserver", "check_count"]
 
 _MOST_PARAMETERS = 1 << 16  # a GiB of counts
 _LARGEST_EXPONENT = 1014  # of fp64
 _AT_ONCE = 1024  # histograms for which a range is chosen at once
+
+
+def check_count(label: str, count: int) -> None:
+    """Raise if so many histograms would take too much memory."""
+    if count > _MOST_PARAMETERS:
+        raise StrategyError(
+            f"{label}: {count:,} histograms would take {count * BINS * 8 / 2**30:.0f} GiB; for "
+            "weights in groups use optimal or memoryless_mse"
+        )
 
 
 class HistogramObserver(Observer):
@@ -47,12 +56,7 @@ class HistogramObserver(Observer):
     @reads_blocks
     def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
         low, high = self.range_of(observed)
-        if low.numel() > _MOST_PARAMETERS:
-            raise StrategyError(
-                f"{self.label}: {low.numel():,} histograms would take "
-                f"{low.numel() * BINS * 8 / 2**30:.0f} GiB; for weights in groups use optimal or "
-                "memoryless_mse"
-            )
+        check_count(self.label, low.numel())
         started = self.has_statistics
         before = self.histogram if started else None
         self.histogram = add_values(before, observed, (low, high), self.group_dims(observed))

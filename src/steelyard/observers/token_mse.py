@@ -20,7 +20,6 @@ import torch
 from pydantic import Field
 from torch import distributed as dist
 
-from steelyard.errors import StrategyError
 from steelyard.kernels.bin_counts import BINS
 from steelyard.kernels.qparams import qparams_from_range
 from steelyard.kernels.range_costs import errors_of
@@ -28,11 +27,11 @@ from steelyard.kernels.rounding import quantized_range
 from steelyard.kernels.token_bins import KEYS, add_tokens, width_exponents
 from steelyard.observers.base import Observer, reads_blocks
 from steelyard.observers.combine import TOKEN_TABLE
+from steelyard.observers.histogram_base import check_count
 from steelyard.observers.observer_options import ActivationOptions
 
 __all__ = ["TokenMSEObserver"]
 
-_MOST_PARAMETERS = 1 << 16  # a GiB of counts
 _CUT = 4  # times the range: a token with such a value is not served
 _LOST = 0.25  # squared error over sum of squares of a token that is not served
 _PER_OCTAVE, _OCTAVES = 8, 12  # candidates: the observed range times 2^(-k / 8)
@@ -79,12 +78,7 @@ class TokenMSEObserver(Observer):
     @reads_blocks
     def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
         low, high = self.range_of(observed)
-        if low.numel() > _MOST_PARAMETERS:
-            raise StrategyError(
-                f"{self.label}: {low.numel():,} histograms would take "
-                f"{low.numel() * BINS * 8 / 2**30:.0f} GiB; for weights in groups use optimal or "
-                "memoryless_mse"
-            )
+        check_count(self.label, low.numel())
         started = self.has_statistics
         before = self.token_table if started else None
         self.token_table = add_tokens(before, observed, self.group_dims(observed))
