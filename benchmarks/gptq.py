@@ -27,7 +27,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from whole_run import asked, least, mean_and_error, measured, processor, versions
+from whole_run import asked, beginning, least, mean_and_error, measured, processor, versions
 
 SAMPLES, LENGTH, EVALUATED = 64, 512, 16
 HELD_OUT, OTHER = 6_000_000, 100_000  # where evaluation begins, in characters
@@ -177,7 +177,7 @@ def tokenize(model: str, text: str, other: str, draws: str, samples: str, output
         parts = [ids[EVALUATED + i * count :][:count] for i in range(number)]
     else:
         tokenizer = AutoTokenizer.from_pretrained(model)
-        begin = tokenizer("")["input_ids"]  # such as Gemma's <bos>
+        begin = beginning(model, tokenizer)
         size = length - len(begin)
 
         def pieces(file: str, offset: int, many: int) -> list[list[int]]:
@@ -238,8 +238,10 @@ def put(folder: str, parameters: dict[str, Any]) -> None:
 
     from steelyard.checkpoint.written import WrittenCheckpoint
 
-    if "quantization_config" in json.loads((Path(folder) / "config.json").read_text()):
-        written = WrittenCheckpoint(Path(folder), None)
+    config = next(Path(folder).rglob("config.json"))  # AutoRound's is in a subfolder
+    method = json.loads(config.read_text()).get("quantization_config", {}).get("quant_method")
+    if method == "compressed-tensors":
+        written = WrittenCheckpoint(config.parent, None)
         for module in written.schemes:
             target = parameters[f"{module}.weight"].data
             for start, part in written.decode(module):

@@ -28,6 +28,7 @@ from compressed_tensors.quantization import QuantizationArgs, preset_name_to_sch
 from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
+from whole_run import beginning
 
 from steelyard import Observer
 
@@ -152,11 +153,11 @@ def evaluate(model, tokens: torch.Tensor, reference: list[torch.Tensor] | None):
     return float(per_token.exp()), divergence / count, kept
 
 
-def norm_samples(tokenizer, text: Path, count: int, length: int) -> torch.Tensor:
+def norm_samples(model, tokenizer, text: Path, count: int, length: int) -> torch.Tensor:
     """Held-out tokens, (count, length), each sample starting as the tokenizer starts a text."""
     prose = text.read_text(encoding="utf-8")
     start = min(6_000_000, len(prose) // 2)
-    first = tokenizer("").input_ids
+    first = beginning(model, tokenizer)
     step = length - len(first)
     ids = tokenizer(prose[start : start + 8 * count * length], add_special_tokens=False).input_ids
     return torch.tensor([first + ids[i * step : (i + 1) * step] for i in range(count)])
@@ -191,7 +192,7 @@ def compare_norms(model, tokenizer, weights: dict, options: argparse.Namespace) 
     Samples are the same for all rows, so differences have an error of their own.
     """
     texts = {
-        text.stem: norm_samples(tokenizer, text, options.evaluated, options.length)
+        text.stem: norm_samples(options.model, tokenizer, text, options.evaluated, options.length)
         for text in options.text or ()
     }
     if options.own_samples:

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from whole_run import asked, mean_and_error, processor, versions
+from whole_run import asked, beginning, mean_and_error, processor, versions
 
 EVALUATED, HELD_OUT = 8, 6_000_000  # samples of each text, and where they begin
 
@@ -123,7 +123,7 @@ def tokenize(model: str, text: str, other: str, samples: str, output: str) -> No
         found = {"calibration": ids[:count], "own text": ids[count:]}
     else:
         tokenizer = AutoTokenizer.from_pretrained(model)
-        begin = tokenizer("")["input_ids"]  # such as Gemma's <bos>
+        begin = beginning(model, tokenizer)
 
         def rows(file: str, offset: int, many: int) -> list[list[int]]:
             size = length - len(begin)

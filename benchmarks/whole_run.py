@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 SAMPLES, LENGTH = 64, 512
 SIDES = ("peer", "ours")
@@ -177,6 +178,19 @@ def asked(python: str, kind: str, *arguments: object, script: str = __file__) ->
     command = [python, script, kind, *map(str, arguments)]
     found = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
     return json.loads(found.stdout.splitlines()[-1])
+
+
+def beginning(model: str | Path, tokenizer: Any) -> list[int]:
+    """Return the tokens that every text begins with: those that the tokenizer adds.
+
+    Gemma was trained with <bos> before each text. Tokenizers made from GGUF files do not add it.
+    """
+    from transformers import AutoConfig
+
+    added: list[int] = tokenizer("")["input_ids"]
+    if not added and AutoConfig.from_pretrained(model).model_type.startswith("gemma"):
+        return [tokenizer.bos_token_id]
+    return added
 
 
 def least(runs: list[dict[str, float]]) -> dict[str, float]:

@@ -138,7 +138,7 @@ def _compare(
         except (RuntimeError, ValueError, AssertionError, KeyError) as failure:
             return f"cannot be decoded: {reason_of(failure)}"
     if not held:
-        return deviation.problem(nearest)
+        return deviation.problem(nearest, reported)
     assert reported is not None
     error = deviation.relative_error
     if error <= reported * (1 + TOLERANCE) + stored.precision:

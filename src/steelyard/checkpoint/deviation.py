@@ -4,9 +4,14 @@ Rounding to the nearest code gives a deviation that is uniform between minus hal
 step, so its mean square is 1/12 of a squared step; at most it is 1/4, three times that. GPTQ moves
 weights that are not rounded yet to compensate the error of those that are: with 2 to 8 bits,
 NVFP4, MXFP4 and FP8, ordered or not, and fewer tokens than columns, the largest was five times
-1/12. Wrong codes (random, of another row or module, with another scale or zero point) are several
-steps away: 50 times and more. Where most codes are zero, because outliers set the scale, codes of
-another row are close too; there the correlation decides.
+1/12, and 17 times where it made up for drift too. Wrong codes (random, of another row or module,
+with another scale or zero point) are several steps away: 50 times and more. What the run itself
+reported of a weight tells how far it may be, if that is more. Where most codes are zero, because
+outliers set the scale, codes of another row are close too; there the correlation decides.
+
+Moving weights adds noise, but does not make them larger or smaller as a whole: the slope of the
+decoded weights over those of the source stays near 1. Scales off by a factor of two, which the
+coarse steps of MXFP4 hide, make it 2 or 0.5.
 
 For a weight beyond the range of its scale, the deviation counts from the end of the range.
 
@@ -30,15 +35,19 @@ from steelyard.kernels.scale_blocks import divides
 
 __all__ = ["Deviation"]
 
-NEAREST, MOVED = 4.0, 14.0
+NEAREST, MOVED = 4.0, 28.0
 """Limits of the mean square, as multiples of 1/12: rounded to nearest, and by GPTQ."""
 FAR = 2.0
 """Steps; arithmetic in bf16 misplaces a code of 8 bits by up to 1.25."""
 CORRELATION = 0.3
+SLOPE = 1.6
+"""Most that decoded weights may be larger than the source's, as a whole, or smaller."""
 RANGE = 0.35
 """Least fraction of the range that the largest weight of a typical group uses."""
+REPORTED = 3.0
+"""Most that the relative error of some rows may be, as a multiple of that reported for all."""
 FINE = 1.0
-"""The correlation is meaningful where 1/12 squared step is below the mean square of weights."""
+"""Correlation and slope are checked where 1/12 squared step is below the weights' mean square."""
 
 
 @dataclass
@@ -101,15 +110,22 @@ class Deviation:
         size = math.sqrt(self.signal * self.decoded)
         return self.product / size if size else 1.0
 
-    def problem(self, nearest: bool) -> str | None:
+    @property
+    def slope(self) -> float:
+        """Slope of the regression of decoded weights on those of the source."""
+        return self.product / self.signal if self.signal else 1.0
+
+    def problem(self, nearest: bool, reported: float | None = None) -> str | None:
         """Return why these rows cannot be those of the source; None if they can.
 
-        nearest: every weight was rounded to the nearest code
+        nearest:  every weight was rounded to the nearest code
+        reported: relative error of the whole weight, as the run measured it
         """
         excess = self.noise / self.nominal if self.nominal else 0.0
         if not math.isfinite(self.error):
             return "decodes to values that are not finite"
-        if excess > (NEAREST if nearest else MOVED):
+        told = reported is not None and self.relative_error <= REPORTED * reported
+        if excess > (NEAREST if nearest else MOVED) and (nearest or not told):
             steps = math.sqrt(excess / 12)
             usual = 0.29  # 1 / sqrt(12)
             return (
@@ -124,6 +140,11 @@ class Deviation:
         fine = self.coarseness <= FINE * self.signal
         if fine and self.signal and self.correlation < CORRELATION:
             return f"decodes to values whose correlation with the source is {self.correlation:.2f}"
+        if fine and not 1 / SLOPE <= self.slope <= SLOPE:
+            return (
+                f"decodes to values that are {self.slope:.2g} times those of the source: its "
+                "scales are wrong"
+            )
         if nearest and self.far:
             return (
                 f"has {self.far:,} of {self.count:,} decoded values more than {FAR:g} steps from "
