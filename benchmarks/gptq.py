@@ -138,14 +138,26 @@ def run_side(side: str, name: str, group: str, model: str, tokens: str, output: 
 def tune(
     model: str, scheme: dict[str, Any], data: Any, samples: int, length: int, output: str
 ) -> None:
-    """Let AutoRound quantize, and store the weights as it reconstructs them."""
+    """Let AutoRound quantize, and store the weights as it reconstructs them, in bf16.
+
+    Its format "fake" would store those of before.
+    """
     from auto_round import AutoRound
+    from safetensors.torch import save_file
+    from torch.nn import Linear
     from transformers import AutoTokenizer
 
     size = {"iters": TUNER_STEPS, "nsamples": samples, "seqlen": length}
     tokenizer = AutoTokenizer.from_pretrained(model)
     tuner = AutoRound(model, tokenizer, dataset=data, **size, **scheme, device_map="cpu")
-    tuner.quantize_and_save(output, format="fake")
+    quantized, _ = tuner.quantize()
+    linear = {n: m.weight for n, m in quantized.named_modules() if isinstance(m, Linear)}
+    linear.pop("lm_head", None)
+    Path(output).mkdir()
+    save_file(
+        {f"{name}.weight": weight.detach().contiguous() for name, weight in linear.items()},
+        Path(output) / "model.safetensors",
+    )
 
 
 def import_side(side: str, *_: str) -> None:
@@ -257,19 +269,16 @@ def put(folder: str, parameters: dict[str, Any]) -> None:
 
     from steelyard.checkpoint.written import WrittenCheckpoint
 
-    config = next(Path(folder).rglob("config.json"))  # AutoRound's is in a subfolder
-    method = json.loads(config.read_text()).get("quantization_config", {}).get("quant_method")
-    if method == "compressed-tensors":
-        written = WrittenCheckpoint(config.parent, None)
+    if (Path(folder) / "config.json").exists():
+        written = WrittenCheckpoint(Path(folder), None)
         for module in written.schemes:
             target = parameters[f"{module}.weight"].data
             for start, part in written.decode(module):
                 target[start : start + len(part)] = part
         return
-    for file in Path(folder).rglob("*.safetensors"):
-        with safe_open(file, "pt") as opened:
-            for name in set(opened.keys()) & set(parameters):
-                parameters[name].data.copy_(opened.get_tensor(name))
+    with safe_open(Path(folder) / "model.safetensors", "pt") as opened:  # AutoRound's weights
+        for name in opened.keys():  # noqa: SIM118
+            parameters[name].data.copy_(opened.get_tensor(name))
 
 
 TASKS = {
