@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from toy_device import ToyTensor
 from torch import distributed as dist
+from toy_device import ToyTensor
 
 NAME = "toycarrier"
 CARRIED: list[int] = []
@@ -22,7 +22,10 @@ class ToyCarrier(dist.ProcessGroup):
 
     def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
         super().__init__(rank, size)
-        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self._gloo = dist.ProcessGroup(store, rank, size)
+        backend = dist.ProcessGroupGloo(store, rank, size, timeout)
+        kind = dist.ProcessGroup.BackendType.GLOO
+        self._gloo._register_backend(torch.device("cpu"), kind, backend)
 
     def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Any:
         return self._gloo.broadcast(_carried(tensors), options)
@@ -30,17 +33,30 @@ class ToyCarrier(dist.ProcessGroup):
     def allgather(self, outputs: Any, inputs: list[torch.Tensor], options: Any) -> Any:
         return self._gloo.allgather([_carried(each) for each in outputs], _carried(inputs), options)
 
-    def alltoall_base(self, output: Any, given: Any, into: Any, out: Any, options: Any) -> Any:
-        return self._gloo.alltoall_base(*_carried([output, given]), into, out, options)
+    def all_to_all_single(self, output: Any, given: Any, into: Any, out: Any, options: Any) -> Any:
+        return self._gloo.all_to_all_single(*_carried([output, given]), into, out, options)
 
     def send(self, tensors: list[torch.Tensor], target: int, tag: int) -> Any:
-        return self._gloo.send(_carried(tensors), target, tag)
+        return _Ended(self._gloo.send(_carried(tensors), target, tag))
 
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Any:
-        return self._gloo.recv(_carried(tensors), source, tag)
+        return _Ended(self._gloo.recv(_carried(tensors), source, tag))
 
     def getBackendName(self) -> str:
         return NAME
+
+
+class _Ended:
+    """A tensor that was sent or received; gloo ends that only while somebody waits."""
+
+    def __init__(self, work: Any) -> None:
+        work.wait()
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
 
 
 def _carried(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -30,6 +30,10 @@ QuantizationModifier:
       weights: {num_bits: 8, strategy: channel, observer: memoryless_minmax}
       input_activations: {num_bits: 8, symmetric: false, observer: minmax}
 """,
+    "smooth": f"""
+SmoothQuantModifier: {{smoothing_strength: 0.5}}
+QuantizationModifier: {{scheme: W8A8, {QUICK}}}
+""",
     "importance": """
 IMatrixGatherer: {ignore: [lm_head]}
 QuantizationModifier:

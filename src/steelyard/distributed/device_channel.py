@@ -10,6 +10,7 @@ import socket
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,22 +65,17 @@ class DeviceChannel:
     def broadcast(self, tensors: Iterable[torch.Tensor], source: int, do: Do) -> None:
         """Send tensors of `source` to all ranks, each into a tensor of the same size."""
         for tensor in tensors:
-            data = _bytes(tensor)
-            do(lambda data=data: dist.broadcast(data, source, async_op=True))
+            do(partial(dist.broadcast, _bytes(tensor), source, async_op=True))
 
     def send(self, tensors: Iterable[torch.Tensor], target: int, do: Do) -> None:
         for tensor in tensors:
-            data = _bytes(tensor)
-            do(lambda data=data: dist.isend(data, target))
+            do(partial(dist.isend, _bytes(tensor), target))
 
     def receive(self, tensors: Iterable[torch.Tensor], source: int, do: Do) -> None:
         for tensor in tensors:
-            data = _bytes(tensor)
-            do(lambda data=data: dist.irecv(data, source))
+            do(partial(dist.irecv, _bytes(tensor), source))
 
-    def empty(
-        self, described: Sequence[tuple[torch.dtype, Sequence[int]]]
-    ) -> list[torch.Tensor]:
+    def empty(self, described: Sequence[tuple[torch.dtype, Sequence[int]]]) -> list[torch.Tensor]:
         """Return tensors to receive into, of the given types and shapes."""
         return [torch.empty(shape, dtype=dtype, device=self.device) for dtype, shape in described]
 

@@ -81,7 +81,10 @@ def unpack(data: torch.Tensor, apart: Sequence[torch.Tensor] = ()) -> Any:
 def _split(data: torch.Tensor) -> tuple[Any, torch.Tensor]:
     """Return the JSON of a message, and the bytes of its tensors."""
     start = _LENGTH + int.from_bytes(data[:_LENGTH].numpy().tobytes(), "little")
-    return json.loads(data[_LENGTH:start].numpy().tobytes()), data[start:]
+    found = json.loads(data[_LENGTH:start].numpy().tobytes())
+    if not isinstance(found, list):
+        raise TypeError(f"a list was expected, not {type(found).__name__}")
+    return found, data[start:]
 
 
 @contextlib.contextmanager

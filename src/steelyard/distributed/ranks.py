@@ -76,6 +76,22 @@ class Ranks:
     def is_first(self) -> bool:
         return self.rank == 0
 
+    @property
+    def way(self) -> str:
+        """How tensors on a device reach the other ranks, for the plan; every rank must call it."""
+        if self.count == 1:
+            return ""
+        channel = self._open()
+        words = "through host memory (gloo)"
+        if channel is not None:
+            words = f"from device to device ({channel.backend})"
+        return f"tensors go between ranks {words}"
+
+    def _open(self) -> DeviceChannel | None:
+        if not self._opened:
+            self._opened, self.channel = True, DeviceChannel.open(self._numbers)
+        return self.channel
+
     # -- messages -------------------------------------------------------------------------------
 
     def gather(self, value: Value) -> list[Value]:
@@ -137,9 +153,8 @@ class Ranks:
 
     def _packed(self, value: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Return the bytes of a message, and the tensors that follow from device to device."""
-        if not self._opened:
-            self._opened, self.channel = True, DeviceChannel.open(self._numbers)
-        apart = Apart(None if self.channel is None else self.channel.device)
+        channel = self._open()
+        apart = Apart(None if channel is None else channel.device)
         return pack(value, apart), apart.tensors
 
     def _followed(self, data: torch.Tensor, source: int, own: list[torch.Tensor]) -> Any:

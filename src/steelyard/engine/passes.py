@@ -22,7 +22,7 @@ from steelyard.engine.block_work import Moment, Work
 from steelyard.engine.observing import observe
 from steelyard.engine.paired import paired, pairs, quantized, with_originals
 from steelyard.engine.parts import Flow, Part
-from steelyard.engine.second_pass import run_again, tuned
+from steelyard.engine.second_pass import hold_rounded, run_again, tuned
 from steelyard.engine.showing import Stage, points_of, showing, stages_of
 from steelyard.engine.solving import Solver
 from steelyard.engine.stage_order import find_stages
@@ -198,13 +198,16 @@ class Passes:
             contextlib.ExitStack() as rounded,
             paired(part, flow, stages, self.pool, self.dtype, self.solver.device) as staged,
         ):
+            hold = functools.partial(hold_rounded, rounded, self.dtype)
             for index, stage in enumerate(stages):
+                staged.dropped = functools.partial(hold, stages[:index])
                 found |= self._stage(part, flow, staged, index, stage, rounded)
                 if self.dtype is not None or stage.point is not None:
                     return_memory()  # of Hessians, before wider weights or experts need more
                 for number, each in enumerate(stages[: index + 1]):
                     if not staged.has_passed(number):
                         rounded.enter_context(rounded_once(each.modules.values(), self.dtype))
+            staged.dropped = functools.partial(hold, stages)
             with contextlib.closing(staged.finish()) as outputs:
                 collect = exhaust if self.solver.tunes else flow.collect
                 collect(quantized(outputs, flow))

@@ -115,6 +115,7 @@ def plan_run(
         device = source.placement.device
         plan.device_memory = device_bytes(plan, source.model, device, at_once)
         plan.placing.append(f"at most about {size(plan.device_memory)} of memory on {device}")
+        plan.placing += filter(None, [Ranks.current().way])
     return plan
 
 

@@ -7,7 +7,8 @@ module gets its input from changed modules, and the output is that of the change
 
 A waiting forward is a greenlet: a stack for each batch, on one thread of a pool. It holds what it
 has computed so far. Batches that do not fit into `budget` are dropped, and start again from the
-layer's input when it is their turn; that costs time and changes no bit.
+layer's input when it is their turn; that costs time and changes no bit. If the device runs out of
+memory, all are dropped, and those from the current one on are cut in half (`batch_forward`).
 
 Batches run under `torch.no_grad()` throughout: torch keeps such modes per thread, not per greenlet.
 """
@@ -31,6 +32,8 @@ from torch.utils.hooks import RemovableHandle
 
 from steelyard.distributed import ThreadPool
 from steelyard.errors import PipelineError
+from steelyard.model.batch_forward import halve, parts_of
+from steelyard.model.batch_parts import joined
 
 __all__ = ["CONCURRENT_BYTES", "Staged", "at_once"]
 
@@ -66,6 +69,7 @@ class Staged(Generic[T]):
     budget:   bytes that waiting batches may hold
     pool:     the threads that batches run on
     copies:   of the modules of each stage, which some forwards call instead of them
+    dropped:  called when all batches were dropped; may be set later
     """
 
     def __init__(
@@ -77,8 +81,10 @@ class Staged(Generic[T]):
         pool: ThreadPool | None = None,
         copies: Sequence[Sequence[Module]] = (),
     ) -> None:
-        self.forwards = forwards
-        self.tokens = tokens
+        self.forwards = list(forwards)
+        self.tokens = list(tokens)
+        self.numbers = list(range(len(forwards)))  # of the batch that each is, or is a part of
+        self.dropped: Callable[[], None] = lambda: None
         self.budget = budget
         self.pool = pool or ThreadPool()
         self._stage_of = {
@@ -91,6 +97,7 @@ class Staged(Generic[T]):
         self._sizes: dict[tuple[int, torch.Size], int] = {}
         self._rates: dict[int, float] = {}  # stage -> most bytes per token of a batch
         self._handles: list[RemovableHandle] = []
+        self._cut()
 
     def __enter__(self) -> Staged[T]:
         self._handles = [m.register_forward_pre_hook(self._called) for m in self._stage_of]
@@ -109,18 +116,22 @@ class Staged(Generic[T]):
     ) -> None:
         """Run every batch up to a stage; call `see` with the stage's input, in batch order.
 
-        see:    called with the index of the batch, and the tensor
+        see:    called with the index of the batch, and the tensor; once for each part of the batch
         flush:  called after each group of batches, while their tensors are alive
         """
         self._stage = stage
         start = 0
         while start < len(self.forwards):
             indices = range(start, self._stop(start))
-            passes = dict(zip(indices, self.pool.do(self._calls(indices)), strict=True))
+            try:
+                passes = dict(zip(indices, self.pool.do(self._calls(indices)), strict=True))
+            except torch.OutOfMemoryError as error:
+                start = self._halve(indices, error)
+                continue
             if any(one.dead for one in passes.values()):
                 raise _irregular()
             for index, one in passes.items():
-                one.gr_context.run(see, index, one.input(stage))
+                one.gr_context.run(see, self.numbers[index], one.input(stage))
             flush()
             dropped = []
             for index, one in passes.items():
@@ -141,11 +152,21 @@ class Staged(Generic[T]):
         Exhaust or close the generator before leaving the context.
         """
         self._stage = len(set(self._stage_of.values()))
-        with contextlib.closing(self.pool.begin(self._calls(range(len(self.forwards))))) as passes:
-            for ended in passes:
-                if len(ended.called) != self._calls_each:
-                    raise _irregular()
-                yield ended.output
+        start, outputs = 0, []
+        while start < len(self.forwards):
+            calls = self._calls(range(start, len(self.forwards)))
+            try:
+                with contextlib.closing(self.pool.begin(calls)) as passes:
+                    for ended in passes:
+                        if len(ended.called) != self._calls_each:
+                            raise _irregular()
+                        outputs.append(ended.output)
+                        start += 1
+                        if self.numbers[start - 1 : start] != self.numbers[start : start + 1]:
+                            yield joined(outputs)
+                            outputs.clear()
+            except torch.OutOfMemoryError as error:
+                start = self._halve(range(start, start + 1), error)
 
     def has_passed(self, stage: int) -> bool:
         """Whether every batch waits and has called all modules of a stage.
@@ -184,6 +205,24 @@ class Staged(Generic[T]):
             return one
 
         return ((index, functools.partial(resume, index)) for index in indices)
+
+    def _halve(self, failed: range, error: torch.OutOfMemoryError) -> int:
+        """Drop all batches, and cut them into parts; return the new index of the first failed."""
+        self._drop(list(self._held))
+        halve([self.forwards[i] for i in failed], error)
+        counts = self._cut()
+        self.dropped()
+        return sum(counts[: failed.start])
+
+    def _cut(self) -> list[int]:
+        """Cut batches into parts that fit; return how many parts each has."""
+        parts = [parts_of(forward) for forward in self.forwards]
+        counts = [len(some) for some in parts]
+        self.forwards = [each for some in parts for each in some]
+        self.numbers = [n for n, c in zip(self.numbers, counts, strict=True) for _ in range(c)]
+        each = zip(self.tokens, counts, strict=True)
+        self.tokens = [-(-tokens // c) for tokens, c in each for _ in range(c)]
+        return counts
 
     def _drop(self, indices: Iterable[int]) -> None:
         self.pool.do([(index, self._held.pop(index)[0].throw) for index in indices])
