@@ -1,7 +1,7 @@
 """Tensors between ranks with an accelerator each, from device to device: through NCCL or its like.
 
-Only bytes of known size travel here. The ranks agree on types and shapes beforehand, over gloo, which
-also carries everything else; so a rank that is late or gone is noticed there, where nothing hangs.
+Only bytes of known size travel here. The ranks agree on types and shapes beforehand, over gloo,
+which carries everything else. So a rank that is late or gone is noticed there, where nothing hangs.
 """
 
 from __future__ import annotations

@@ -40,8 +40,11 @@ def group_backends() -> dict[str, str]:
 
     Such as {"cpu": "gloo", "cuda": "nccl"}.
     """
-    pairs = (each.split(":") for each in str(dist.get_backend_config()).split(","))
-    return {kind: backend for kind, backend in pairs}
+    found: dict[str, str] = {}
+    for pair in str(dist.get_backend_config()).split(","):
+        kind, _, backend = pair.partition(":")
+        found[kind] = backend
+    return found
 
 
 def group_device() -> torch.device:

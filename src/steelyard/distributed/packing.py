@@ -6,8 +6,8 @@ key, its kind:
 
     {"tuple": [1, 2]}   {"dict": [["a", 1], ["b", 2]]}   {"tensor": ["bfloat16", [2, 3], 0, 12]}
 
-A dataclass is sent by the names of its fields, if it was declared `sendable`. A tensor that travels
-from device to device (`device_channel`) is not part of the bytes: {"apart": 0} is the first of them.
+A dataclass is sent by the names of its fields, if it was declared `sendable`. A tensor that goes
+from device to device (`device_channel`) is not part of the bytes: {"apart": 0} is the first.
 """
 
 from __future__ import annotations

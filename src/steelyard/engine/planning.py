@@ -12,9 +12,9 @@ from torch.nn import Module
 
 from steelyard.algorithms import Algorithm, needs_data
 from steelyard.distributed import Ranks, ThreadPool
+from steelyard.engine.held_memory import CONCURRENT_BYTES
 from steelyard.engine.prepared_options import target_problems, untie_heads
 from steelyard.engine.run_options import Options
-from steelyard.engine.stages import CONCURRENT_BYTES
 from steelyard.engine.stream_device import choose_device
 from steelyard.engine.stream_jobs import budget_of, jobs_of
 from steelyard.errors import PipelineError

@@ -18,11 +18,9 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-import inspect
 import itertools
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from types import FrameType
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -31,17 +29,15 @@ from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
 from steelyard.distributed import ThreadPool
+from steelyard.engine.held_memory import at_once, fits, held_bytes
+from steelyard.engine.whole_inputs import see_whole
 from steelyard.errors import PipelineError
 from steelyard.model.batch_forward import halve, parts_of
 from steelyard.model.batch_parts import joined
 
-__all__ = ["CONCURRENT_BYTES", "Staged", "at_once"]
+__all__ = ["Staged"]
 
 T = TypeVar("T")
-
-CONCURRENT_BYTES = 256 << 20
-"""Bytes that batches in flight may hold if no stage waits for all of them; exceeded if one batch
-per thread needs more."""
 
 
 class _Pass(greenlet):  # type: ignore[misc]
@@ -116,7 +112,7 @@ class Staged(Generic[T]):
     ) -> None:
         """Run every batch up to a stage; call `see` with the stage's input, in batch order.
 
-        see:    called with the index of the batch, and the tensor; once for each part of the batch
+        see:    called with the index of the batch, and the tensor
         flush:  called after each group of batches, while their tensors are alive
         """
         self._stage = stage
@@ -130,8 +126,10 @@ class Staged(Generic[T]):
                 continue
             if any(one.dead for one in passes.values()):
                 raise _irregular()
-            for index, one in passes.items():
-                one.gr_context.run(see, self.numbers[index], one.input(stage))
+            for number, some in itertools.groupby(passes, self.numbers.__getitem__):
+                waiting = [(passes[i].gr_context, passes[i].input(stage)) for i in some]
+                see_whole(functools.partial(see, number), waiting)
+                del waiting  # else dropped batches stay in memory
             flush()
             dropped = []
             for index, one in passes.items():
@@ -185,11 +183,18 @@ class Staged(Generic[T]):
         return max(self._rates.values())
 
     def _stop(self, start: int) -> int:
-        """Return the end of the batches that fit into the budget at this stage."""
+        """Return the end of the batches that fit into the budget at this stage.
+
+        All parts of a batch are among them.
+        """
         if self._stage not in self._rates:  # not measured yet
-            return min(start + self.pool.count, len(self.forwards))
-        left = self.budget - sum(held for _, held in self._held.values())
-        return start + at_once(self.tokens[start:], self._rates[self._stage], left)
+            stop = min(start + self.pool.count, len(self.forwards))
+        else:
+            left = self.budget - sum(held for _, held in self._held.values())
+            stop = start + at_once(self.tokens[start:], self._rates[self._stage], left)
+        while self.numbers[stop : stop + 1] == self.numbers[stop - 1 : stop]:
+            stop += 1
+        return stop
 
     def _calls(self, indices: Iterable[int]) -> Iterator[tuple[int, Callable[[], _Pass]]]:
         """Yield calls that run a batch up to the stage or its end, on the thread it began on."""
@@ -248,43 +253,6 @@ class Staged(Generic[T]):
         if one.inputs[stage]() is not x:
             raise _irregular()
         one.called.add(module)
-
-
-def at_once(tokens: Sequence[int], rate: float, budget: float) -> int:
-    """Return how many batches fit into a budget; at least one.
-
-    tokens: number of tokens of each batch
-    rate:   bytes per token
-
-    >>> at_once([10, 10, 40, 10], rate=8, budget=200)
-    2
-    """
-    held = itertools.accumulate(count * rate for count in tokens)
-    return max(sum(1 for _ in itertools.takewhile(lambda size: size <= budget, held)), 1)
-
-
-def fits(size: int, held: Iterable[int], budget: int) -> bool:
-    """Return whether one more batch may wait."""
-    return size + sum(held) <= budget
-
-
-def held_bytes(frame: FrameType | None) -> int:
-    """Return the bytes of all tensors in the local variables of a forward suspended in `frame`."""
-    found: dict[int, int] = {}
-    while frame is not None:
-        variables = frame.f_locals
-        values = list(variables.values())
-        while values:
-            value = values.pop()
-            if isinstance(value, torch.Tensor):
-                storage = value.untyped_storage()
-                found[storage.data_ptr()] = storage.nbytes()
-            elif isinstance(value, (tuple, list, dict)):
-                values += value.values() if isinstance(value, dict) else value
-        if isinstance(variables, dict) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-            variables.clear()  # a copy before Python 3.13, which would keep the tensors alive
-        frame = frame.f_back
-    return sum(found.values())
 
 
 def _irregular() -> PipelineError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -13,16 +14,18 @@ import torch
 from steelyard.data.samples import Inputs
 from steelyard.engine.progress import progress, say
 from steelyard.evaluate.comparable import check_pair, check_tokenizers
+from steelyard.evaluate.device_memory import device_bytes
 from steelyard.evaluate.evaluation import Evaluation, EvaluationInterrupted
 from steelyard.evaluate.held_out import HeldOut, held_out
 from steelyard.evaluate.metrics import Scores, score, summarize
 from steelyard.model.activations import HiddenStates, room_for
+from steelyard.model.batch_forward import BatchLimit
 from steelyard.model.blocks import Batch
 from steelyard.model.cost import Costs, estimate_seconds
 from steelyard.model.layerwise import DTYPE, LayerwiseModel, default_memory
 from steelyard.model.opening import open_model
 from steelyard.model.placement import placement_of
-from steelyard.words import duration
+from steelyard.words import duration, size
 
 __all__ = ["Scored", "evaluate", "evaluate_all"]
 
@@ -137,8 +140,9 @@ def evaluate_all(
     opened = [open_model(model, trust_remote_code_model) for model in (base, *quantized)]
     for source, _ in opened:
         source.place(placement)
-    first = LayerwiseModel(opened[0][0], "base")
-    others = [LayerwiseModel(source, "quantized") for source, _ in opened[1:]]
+    limit = BatchLimit()  # of both models
+    first = LayerwiseModel(opened[0][0], "base", limit)
+    others = [LayerwiseModel(source, "quantized", limit) for source, _ in opened[1:]]
     for other in others:
         check_pair(first, other)
         assert first.source.origin is not None and other.source.origin is not None
@@ -151,17 +155,27 @@ def evaluate_all(
     costs = [Costs(w.source.model, w.sequence.modules, text.tokens) for w in models]
     again = costs[0].outside + costs[0].scoring(text.tokens)
     total = sum(cost.total() for cost in costs) + (len(others) - 1) * again
-    say(_plan(text, models, total), show_progress)
-    limit = default_memory() if memory is None else memory
+    host = default_memory() if memory is None else memory
+    room = replace(room_for("auto", placement.device), host=host)
+    held_bytes = text.tokens * sizes * DTYPE.itemsize
+    plan = _plan(text, models, total)
+    if not placement.is_host:
+        most = device_bytes(
+            models,
+            min(held_bytes, room.device),
+            max((tuple(batch["input_ids"].shape) for batch in batches), key=math.prod),
+            text.tokens,
+            _PROJECTED,
+            _SCORED,
+        )
+        plan += f"; at most about {size(most)} of memory on {placement.device}"
+    say(plan, show_progress)
     inputs = [
         batch for batch, which in zip(text.samples.batches, text.chosen, strict=True) if which.any()
     ]
     masks = [which for which in text.chosen if which.any()]
     with (
-        HiddenStates(
-            replace(room_for("auto", placement.device), host=limit),
-            text.tokens * sizes * DTYPE.itemsize,
-        ) as held,
+        HiddenStates(room, held_bytes) as held,
         progress("evaluating", total, show_progress, unit="work") as advance,
     ):
         ends = first.run(batches, held, costs[0], advance)
@@ -178,6 +192,7 @@ def evaluate_all(
                 scores: list[Scores], samples: int, about: Any = about, since: float = started
             ) -> Evaluation:
                 seconds = time.perf_counter() - since
+                about = {**about, "notes": (*about["notes"], *limit.notes)}
                 return Evaluation(
                     samples=samples, seconds=seconds, **about, **asdict(summarize(scores))
                 )

@@ -61,7 +61,7 @@ def part_of(batch: Batch, rows: range) -> Batch:
 
 
 def joined(outputs: Sequence[Any]) -> Any:
-    """Return the outputs of the parts of a batch as one; tensors are joined by their first dimension.
+    """Return the outputs of a batch's parts as one; tensors are joined by their first dimension.
 
     >>> joined([(torch.zeros(2, 3), None), (torch.ones(1, 3), None)])[0].shape
     torch.Size([3, 3])
