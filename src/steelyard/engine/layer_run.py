@@ -52,7 +52,7 @@ class LayerRun:
         kept = self.paired or run.solver.needs("originals")
         self.originals = {i: Batch(b.inputs) for i, b in self.batches.items()} if kept else {}
         self.tuning = _TUNING * len(self.batches) if run.solver.tunes else 0
-        self.limit = BatchLimit(run.result.notes)
+        self.limit = BatchLimit()
 
     @torch.no_grad()
     def go(self) -> None:
@@ -78,6 +78,9 @@ class LayerRun:
             self._record(len(sequence))
             ends = [functools.partial(sequence.finish, b) for b in self.batches.values()]
             run.rest(sequence.layers, Flow(ends, places=self.places))
+            for rank, notes in enumerate(run.ranks.gather(self.limit.notes)):
+                who = f"rank {rank}, " if run.ranks.count > 1 else ""
+                run.result.notes += [f"{who}{note}" for note in notes]
 
     def _record(self, index: int) -> None:
         """Record the calls of the next layers."""

@@ -32,7 +32,7 @@ from steelyard.distributed import ThreadPool
 from steelyard.engine.held_memory import at_once, fits, held_bytes
 from steelyard.engine.whole_inputs import see_whole
 from steelyard.errors import PipelineError
-from steelyard.model.batch_forward import halve, parts_of
+from steelyard.model.batch_forward import halve, note_alone, parts_of
 from steelyard.model.batch_parts import joined
 
 __all__ = ["Staged"]
@@ -89,6 +89,7 @@ class Staged(Generic[T]):
         self._calls_each = sum(map(len, stages))
         self._has_copies = bool(copies)
         self._stage = 0  # stage to wait at; earlier ones are done
+        self._alone = False  # whether each part is shown on its own, and none waits
         self._held: dict[int, tuple[_Pass, int]] = {}  # batch -> its forward, and its bytes
         self._sizes: dict[tuple[int, torch.Size], int] = {}
         self._rates: dict[int, float] = {}  # stage -> most bytes per token of a batch
@@ -138,6 +139,7 @@ class Staged(Generic[T]):
                 rate = size / self.tokens[index]
                 self._rates[stage] = max(rate, self._rates.get(stage, 0.0))
                 kept = fits(size, (held for _, held in self._held.values()), self.budget)
+                kept = kept and not self._alone
                 self._held[index] = (one, size if kept else 0)
                 if not kept:
                     dropped.append(index)
@@ -185,8 +187,10 @@ class Staged(Generic[T]):
     def _stop(self, start: int) -> int:
         """Return the end of the batches that fit into the budget at this stage.
 
-        All parts of a batch are among them.
+        All parts of a batch are among them, unless not even single samples can wait for others.
         """
+        if self._alone:
+            return start + 1
         if self._stage not in self._rates:  # not measured yet
             stop = min(start + self.pool.count, len(self.forwards))
         else:
@@ -214,7 +218,14 @@ class Staged(Generic[T]):
     def _halve(self, failed: range, error: torch.OutOfMemoryError) -> int:
         """Drop all batches, and cut them into parts; return the new index of the first failed."""
         self._drop(list(self._held))
-        halve([self.forwards[i] for i in failed], error)
+        forwards = [self.forwards[i] for i in failed]
+        try:
+            halve(forwards, error)
+        except PipelineError:
+            if self._alone or self._stage == len(set(self._stage_of.values())):
+                raise
+            self._alone = True
+            note_alone(forwards)
         counts = self._cut()
         self.dropped()
         return sum(counts[: failed.start])

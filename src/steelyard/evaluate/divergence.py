@@ -14,7 +14,7 @@ import torch
 from steelyard.data.samples import Inputs
 from steelyard.engine.progress import progress, say
 from steelyard.evaluate.comparable import check_pair, check_tokenizers
-from steelyard.evaluate.device_memory import device_bytes
+from steelyard.evaluate.device_memory import LogitSizes, device_bytes
 from steelyard.evaluate.evaluation import Evaluation, EvaluationInterrupted
 from steelyard.evaluate.held_out import HeldOut, held_out
 from steelyard.evaluate.metrics import Scores, score, summarize
@@ -28,9 +28,6 @@ from steelyard.model.placement import placement_of
 from steelyard.words import duration, size
 
 __all__ = ["Scored", "evaluate", "evaluate_all"]
-
-_PROJECTED = 1 << 24  # logits of one model computed at a time: 64 MB
-_SCORED = 1 << 20  # logits scored at a time, so that they fit a CPU cache in fp64
 
 
 @dataclass(frozen=True)
@@ -165,8 +162,7 @@ def evaluate_all(
             min(held_bytes, room.device),
             max((tuple(batch["input_ids"].shape) for batch in batches), key=math.prod),
             text.tokens,
-            _PROJECTED,
-            _SCORED,
+            LogitSizes(),
         )
         plan += f"; at most about {size(most)} of memory on {placement.device}"
     say(plan, show_progress)
@@ -228,14 +224,13 @@ def _scored(
 ) -> list[Scores]:
     """Score all batches; on Ctrl-C, raise with the result so far."""
     scores: list[Scores] = []
-    scored = 0
+    scored, sizes = 0, LogitSizes()
     try:
         with models[0].head(), models[1].head():
             advance(sum(cost.outside for cost in costs), "both models, scoring")
             for *pair, which in zip(*ends, text.chosen, strict=True):
-                parts = list(_scores(models, pair, which))
-                scores += [Scores.joined(parts)] if parts else []
                 input_ids = pair[0].inputs["input_ids"]
+                scores += _batch_scores(models, pair, which, sizes)
                 scored += len(input_ids)
                 work = sum(cost.scoring(input_ids.numel()) for cost in costs)
                 advance(work, "both models, scoring")
@@ -246,9 +241,29 @@ def _scored(
     return scores
 
 
+def _batch_scores(
+    models: Sequence[LayerwiseModel], pair: list[Batch], chosen: torch.Tensor, sizes: LogitSizes
+) -> list[Scores]:
+    """Return the scores of a batch, sample by sample; none if no token of it is scored."""
+    while True:
+        try:
+            parts = list(_scores(models, pair, chosen, sizes))
+            break
+        except torch.OutOfMemoryError as error:
+            shape = (*pair[0].inputs["input_ids"].shape, models[0].vocab_size)
+            sizes.halve(shape, error, models[0].limit.notes)
+    if not parts:
+        return []
+    numbers = torch.arange(chosen.numel()).view(chosen.shape)
+    step = sizes.positions(models[0].vocab_size, len(chosen))
+    each = zip(torch.split(numbers, step, 1), torch.split(chosen, step, 1), strict=True)
+    order = torch.cat([some[which] for some, which in each])
+    return [Scores.joined(parts).ordered(order.argsort())]
+
+
 @torch.no_grad()
 def _scores(
-    models: Sequence[LayerwiseModel], pair: list[Batch], chosen: torch.Tensor
+    models: Sequence[LayerwiseModel], pair: list[Batch], chosen: torch.Tensor, sizes: LogitSizes
 ) -> Iterator[Scores]:
     """Compare the two models on one batch, a few positions at a time.
 
@@ -257,7 +272,7 @@ def _scores(
     input_ids = pair[0].inputs["input_ids"]
     rows, length = input_ids.shape
     vocab_size = models[0].vocab_size
-    step = max(1, _PROJECTED // (rows * vocab_size))
+    step = sizes.positions(vocab_size, rows)
     for start in range(0, length - 1, step):
         positions = slice(start, min(start + step, length - 1))
         which = chosen[:, positions].flatten()
@@ -271,7 +286,7 @@ def _scores(
         targets = input_ids[:, start + 1 : positions.stop + 1].flatten()
         if not which.all():
             logits, targets = [each[which] for each in logits], targets[which]
-        some = max(1, _SCORED // vocab_size)
+        some = max(1, sizes.scored // vocab_size)
         for first in range(0, len(targets), some):
             part = slice(first, first + some)
             yield score(logits[0][part], logits[1][part], targets[part])

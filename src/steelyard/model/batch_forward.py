@@ -22,7 +22,15 @@ from steelyard.model.batch_state import Batch
 from steelyard.model.blocks import LayerSequence
 from steelyard.words import count
 
-__all__ = ["BatchForward", "BatchLimit", "halve", "parts_of", "run_in_parts", "with_first_part"]
+__all__ = [
+    "BatchForward",
+    "BatchLimit",
+    "halve",
+    "note_alone",
+    "parts_of",
+    "run_in_parts",
+    "with_first_part",
+]
 
 T = TypeVar("T")
 
@@ -100,6 +108,15 @@ def halve(forwards: Iterable[Callable[..., Any]], error: torch.OutOfMemoryError)
     if largest is None or largest.samples < len(largest.batch.inputs.get("input_ids", ())):
         raise error
     largest.limit.lower(largest, error)
+
+
+def note_alone(forwards: Iterable[Callable[..., Any]]) -> None:
+    """Note that the samples of a batch are observed one after another, not together."""
+    for found in filter(None, map(_batch_forward, forwards)):
+        where = found.sequence.name(found.index)
+        note = f"{where}: the device cannot hold the samples of a batch together; each is observed "
+        found.limit.notes.append(f"{note}on its own, and a moving average counts it as a batch")
+        return
 
 
 def run_in_parts(forward: Callable[[], Any]) -> Any:
