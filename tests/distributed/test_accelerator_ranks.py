@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from families import assert_same_tensors
-from toy_runs import model_folder, run
+from toy_runs import RECIPES, model_folder, rows, run
 from world import start
 
 from steelyard.distributed import Ranks, join_from_environment, local_index
@@ -59,6 +59,8 @@ def test_two_ranks_write_the_bytes_of_the_cpu(
     assert codes == [0, 0], "\n".join(logs)
     for case in KINDS[kind]:
         assert_same_tensors(expected / f"cpu-{case}", tmp_path / case)
+    if kind == "device":
+        assert_same_tensors(tmp_path / "enough", tmp_path / "less")
 
 
 def _given(folder: Path, case: str) -> tuple[Path, str]:
@@ -101,7 +103,25 @@ def work(rank: int, world: int, folder: Path, kind: str, port: str, expected: Pa
             most = 2 if direct else 4  # if rounded by the other rank, and sent through the host
             assert 2 <= brought[32, 64] <= most  # down_proj of two layers
     _check_messages(rank, kind == "device")
+    if kind == "device":
+        _run_with_less_memory(rank, expected / "model", folder)
     torch.distributed.destroy_process_group()
+
+
+def _run_with_less_memory(rank: int, model: Path, folder: Path) -> None:
+    """Run twice; in the second run, the device of one rank cannot hold a batch."""
+    from toy_device import MEMORY
+
+    from steelyard import oneshot
+
+    memory, options = MEMORY[rank], {"batch_size": 8, "activations": "host"}
+    for name in ("enough", "less"):
+        short = name == "less" and rank == 1
+        memory.reset(int(0.7 * memory.peak) if short else 1 << 40)
+        found = oneshot(model, RECIPES["static"], rows(96, 16), folder / name, **options)
+        assert bool(memory.refused) == short
+    words = "rank 1, model.layers.0: the device ran out of memory with 8 samples of 96 tokens"
+    assert any(note.startswith(words) for note in found.notes), found.notes
 
 
 def _check_messages(rank: int, direct: bool) -> None:

@@ -140,7 +140,7 @@ def evaluations(folder: Path, family: str, recipe: str) -> tuple[Any, ...]:
 
     def figures(device: str, batch_size: int = 8) -> dict[str, Any]:
         options = {"device": device, "batch_size": batch_size}
-        found = evaluate(model, quantized, _rows(96), **options).as_dict()
+        found = evaluate(model, quantized, rows(96), **options).as_dict()
         assert_nothing_left()
         return {name: value for name, value in found.items() if name != "seconds"}
 
@@ -192,7 +192,8 @@ def choices(folder: Path) -> None:
         placement_of("gpu", folder)
 
 
-def _rows(length: int, count: int = 8) -> list[list[int]]:
+def rows(length: int, count: int = 8) -> list[list[int]]:
+    """Return samples of random tokens."""
     drawn = torch.Generator().manual_seed(0)
     return torch.randint(3, 128, (count, length), generator=drawn).tolist()
 
@@ -204,9 +205,9 @@ def short_of_memory(folder: Path, family: str, recipe: str, length: int) -> list
     model = model_folder(folder / "model", family)
     options = {"device": "toy", "batch_size": 8, "activations": "host"}
     MEMORY[0].reset()
-    oneshot(model, RECIPES[recipe], _rows(length), folder / "whole", **options)
+    oneshot(model, RECIPES[recipe], rows(length), folder / "whole", **options)
     MEMORY[0].reset(int(0.7 * MEMORY[0].peak))
-    found = oneshot(model, RECIPES[recipe], _rows(length), folder / "halved", **options)
+    found = oneshot(model, RECIPES[recipe], rows(length), folder / "halved", **options)
     assert MEMORY[0].refused and MEMORY[0].peak <= MEMORY[0].limit
     assert_nothing_left()
     assert_same_tensors(folder / "whole", folder / "halved")
@@ -221,10 +222,10 @@ def without_memory(folder: Path) -> str:
     model = model_folder(folder / "model")
     options = {"device": "toy", "activations": "host", "max_seq_length": 96}
     MEMORY[0].reset()
-    oneshot(model, RECIPES["static"], _rows(96), folder / "one", **options)
+    oneshot(model, RECIPES["static"], rows(96), folder / "one", **options)
     MEMORY[0].reset(MEMORY[0].peak // 2)
     try:
-        oneshot(model, RECIPES["static"], _rows(96), folder / "none", batch_size=8, **options)
+        oneshot(model, RECIPES["static"], rows(96), folder / "none", batch_size=8, **options)
     except PipelineError as error:
         return str(error)
     raise AssertionError("less memory was enough")
@@ -251,9 +252,8 @@ def held_and_said(folder: Path, family: str, recipe: str) -> tuple[int, int]:
     from steelyard import oneshot
 
     model = model_folder(folder / "model", family, hidden_size=128, intermediate_size=256)
-    rows = torch.randint(3, 128, (8, 24), generator=torch.Generator().manual_seed(0)).tolist()
     options = {"num_calibration_samples": 8, "max_seq_length": 24, "batch_size": 2}
-    given = None if recipe == "dynamic" else rows
+    given = None if recipe == "dynamic" else rows(24)
     more = {"pipeline": "sequential"} if recipe == "dynamic" else options
     MEMORY[0].reset()
     found = oneshot(model, RECIPES[recipe], given, folder / "toy", device="toy", **more)
