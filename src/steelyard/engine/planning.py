@@ -113,9 +113,10 @@ def plan_run(
     if not source.placement.is_host and not streams(options, recipe, algorithms):
         at_once = options.batch_size * options.sequence_length if with_data else 0
         device = source.placement.device
-        plan.device_memory = device_bytes(plan, source.model, device, at_once)
+        ranks = Ranks.current()
+        plan.device_memory = device_bytes(plan, source.model, device, at_once, ranks.count)
         plan.placing.append(f"at most about {size(plan.device_memory)} of memory on {device}")
-        plan.placing += filter(None, [Ranks.current().way])
+        plan.placing += filter(None, [ranks.way])
     return plan
 
 

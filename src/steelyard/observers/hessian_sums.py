@@ -149,8 +149,7 @@ class HessianSum:
         return found
 
     def _totals(self, slabs: Iterable[FixedOrderSum]) -> list[torch.Tensor]:
-        """Return sums on the device; those of several ranks are in host memory."""
-        return [slab.total().to(self.device) for slab in slabs]
+        return [slab.total() for slab in slabs]
 
     def diagonal(self) -> torch.Tensor:
         """Return the diagonal of the matrix, after the last input."""
