@@ -14,7 +14,7 @@ from families import FAMILIES, small_model
 
 from steelyard.evaluate import divergence as compare
 from steelyard.evaluate import evaluate
-from steelyard.evaluate.device_memory import LogitSizes
+from steelyard.evaluate.evaluation_memory import LogitSizes
 from steelyard.model import activations, skeleton
 from steelyard.model.layerwise import LayerwiseModel
 from steelyard.model.unstacking import unstack

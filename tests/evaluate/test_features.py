@@ -19,7 +19,7 @@ from steelyard import oneshot
 from steelyard.errors import DataError, PipelineError
 from steelyard.evaluate import divergence as compare
 from steelyard.evaluate import evaluate
-from steelyard.evaluate.device_memory import LogitSizes
+from steelyard.evaluate.evaluation_memory import LogitSizes
 from steelyard.model import activations
 from steelyard.model.layerwise import LayerwiseModel
 from steelyard.modifiers import QuantizationModifier

@@ -14,8 +14,8 @@ import torch
 from steelyard.data.samples import Inputs
 from steelyard.engine.progress import progress, say
 from steelyard.evaluate.comparable import check_pair, check_tokenizers
-from steelyard.evaluate.device_memory import LogitSizes, device_bytes
 from steelyard.evaluate.evaluation import Evaluation, EvaluationInterrupted
+from steelyard.evaluate.evaluation_memory import LogitSizes, device_bytes
 from steelyard.evaluate.held_out import HeldOut, held_out
 from steelyard.evaluate.metrics import Scores, score, summarize
 from steelyard.model.activations import HiddenStates, room_for
