@@ -155,18 +155,20 @@ class Staged(Generic[T]):
         start, outputs = 0, []
         while start < len(self.forwards):
             calls = self._calls(range(start, len(self.forwards)))
-            try:
-                with contextlib.closing(self.pool.begin(calls)) as passes:
-                    for ended in passes:
-                        if len(ended.called) != self._calls_each:
-                            raise _irregular()
-                        outputs.append(ended.output)
-                        start += 1
-                        if self.numbers[start - 1 : start] != self.numbers[start : start + 1]:
-                            yield joined(outputs)
-                            outputs.clear()
-            except torch.OutOfMemoryError as error:
-                start = self._halve(range(start, start + 1), error)
+            with contextlib.closing(self.pool.begin(calls)) as passes:
+                while start < len(self.forwards):
+                    try:
+                        ended = next(passes)
+                    except torch.OutOfMemoryError as error:
+                        start = self._halve(range(start, start + 1), error)
+                        break
+                    if len(ended.called) != self._calls_each:
+                        raise _irregular()
+                    outputs.append(ended.output)
+                    start += 1
+                    if self.numbers[start - 1 : start] != self.numbers[start : start + 1]:
+                        yield joined(outputs)
+                        outputs.clear()
 
     def has_passed(self, stage: int) -> bool:
         """Whether every batch waits and has called all modules of a stage.
@@ -217,15 +219,17 @@ class Staged(Generic[T]):
 
     def _halve(self, failed: range, error: torch.OutOfMemoryError) -> int:
         """Drop all batches, and cut them into parts; return the new index of the first failed."""
-        self._drop(list(self._held))
-        forwards = [self.forwards[i] for i in failed]
+        waited, forwards = list(self._held), [self.forwards[i] for i in failed]
+        self._drop(waited)
         try:
             halve(forwards, error)
-        except PipelineError:
-            if self._alone or self._stage == len(set(self._stage_of.values())):
+        except PipelineError:  # a single sample: it may fit without those that waited
+            last = self._stage == len(set(self._stage_of.values()))
+            if (last or self._alone) and not waited:
                 raise
-            self._alone = True
-            note_alone(forwards)
+            if not last and not self._alone:
+                self._alone = True
+                note_alone(forwards)
         counts = self._cut()
         self.dropped()
         return sum(counts[: failed.start])
