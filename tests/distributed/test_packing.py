@@ -130,10 +130,13 @@ def test_pickle_is_not_run(tmp_path: Path) -> None:
         '{"tensor": ["nn", [1], 0, 4]}',
         '{"a": 1, "b": 2}',
         '{"ModuleResult": {"other": 1}}',
+        '{"apart": 0}',
         "{",
     ],
 )
-def test_malformed_message(text: str) -> None:
+@pytest.mark.parametrize("whole", ["[{},[]]", "{}", "[{}]"])
+def test_malformed_message(text: str, whole: str) -> None:
+    text = whole.replace("{}", text)
     message = len(text).to_bytes(8, "little") + text.encode() + bytes(4)
     with pytest.raises(RanksError, match="cannot decode"):
         unpack(torch.frombuffer(bytearray(message), dtype=torch.uint8))

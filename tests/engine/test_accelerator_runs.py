@@ -18,6 +18,9 @@ RUNS = [
     ("llama", "importance"),
     ("llama", "cache"),
     ("qwen3_moe", "static"),
+    ("qwen3_moe", "dynamic"),
+    ("qwen3_moe", "gptq"),
+    ("qwen3_moe", "importance"),
 ]
 
 
@@ -61,9 +64,14 @@ def test_a_layer_that_does_not_fit_twice_is_read_ahead_to_the_host(tmp_path: Pat
     assert all(each.stream == "main" for each in transfers)
 
 
-def test_an_evaluation_has_the_figures_of_the_cpu(tmp_path: Path) -> None:
-    cpu, toy = on_toy(tmp_path, toy_runs.evaluations, tmp_path)
+@pytest.mark.parametrize(("family", "recipe"), [("llama", "static"), ("qwen3_moe", "dynamic")])
+def test_an_evaluation_has_the_figures_of_the_cpu(tmp_path: Path, family: str, recipe: str) -> None:
+    """It holds no more than it announced, and halves a batch that does not fit."""
+    cpu, toy, less = on_toy(tmp_path, toy_runs.evaluations, tmp_path, family, recipe)
     assert cpu == toy
+    notes = less.pop("notes")
+    assert {**less, "notes": notes[: len(cpu["notes"])]} == cpu
+    assert any("ran out of memory" in note and "the run went on with" in note for note in notes)
 
 
 def test_a_comparison_has_the_errors_of_the_cpu(tmp_path: Path) -> None:
@@ -71,11 +79,23 @@ def test_a_comparison_has_the_errors_of_the_cpu(tmp_path: Path) -> None:
     assert cpu == toy
 
 
-def test_a_batch_that_does_not_fit_is_halved(tmp_path: Path) -> None:
-    *notes, error = on_toy(tmp_path, toy_runs.short_of_memory, tmp_path)
-    halved = [note for note in notes if "ran out of memory" in note]
-    assert halved and "with 8 samples of at most 2048 tokens" in halved[0], notes
-    assert "out of memory on the device with 1 sample of at most 96 tokens" in error
+@pytest.mark.parametrize(
+    ("family", "recipe", "length"),
+    [("llama", "static", 96), ("llama", "gptq", 512), ("qwen3_moe", "importance", 96)],
+)
+def test_a_batch_that_does_not_fit_is_halved(
+    tmp_path: Path, family: str, recipe: str, length: int
+) -> None:
+    """The run goes on, and writes the bytes of one whose batches fit."""
+    notes = on_toy(tmp_path, toy_runs.short_of_memory, tmp_path, family, recipe, length)
+    words = f"model.layers.0: the device ran out of memory with 8 samples of {length} tokens"
+    assert notes[0].startswith(words), notes
+    assert notes[0].endswith("the run went on with 4: batch_size=4 avoids it")
+
+
+def test_a_sample_that_does_not_fit(tmp_path: Path) -> None:
+    error = on_toy(tmp_path, toy_runs.without_memory, tmp_path)
+    assert "out of memory on the device with 1 sample of 96 tokens at a time" in error
     assert "use max_seq_length=48, or device='cpu'" in error
 
 
@@ -113,5 +133,4 @@ def test_only_placement_and_ranks_name_a_kind_of_device() -> None:
 
 
 def _may_name(path: Path) -> bool:
-    """Kernels choose between their versions by device, each in its own predicate."""
-    return path == Path("model/placement.py") or path.parts[0] in ("distributed", "kernels")
+    return path == Path("model/placement.py") or path.parts[0] == "distributed"

@@ -19,16 +19,12 @@ from transformers import AutoModelForCausalLM
 from steelyard import oneshot
 from steelyard.distributed import ThreadPool
 from steelyard.engine import paired, passes
+from steelyard.engine.held_memory import at_once, fits, held_bytes
 from steelyard.engine.parts import Flow, Part
 from steelyard.engine.passes import Passes
 from steelyard.engine.solving import Solver
 from steelyard.engine.stage_order import find_stages
-from steelyard.engine.stages import (
-    Staged,
-    at_once,
-    fits,
-    held_bytes,
-)
+from steelyard.engine.stages import Staged
 from steelyard.errors import PipelineError
 from steelyard.kernels.gptq_rounding import activation_order, solve
 from steelyard.model.blocks import Batch, LayerSequence

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from families import FAMILIES, small_model
 
 from steelyard.evaluate import divergence as compare
 from steelyard.evaluate import evaluate
+from steelyard.evaluate.evaluation_memory import LogitSizes
 from steelyard.model import activations, skeleton
 from steelyard.model.layerwise import LayerwiseModel
 from steelyard.model.unstacking import unstack
@@ -138,8 +140,7 @@ def test_cutting_up_the_work_changes_nothing(
 ) -> None:
     quantized = quantize(source, tmp_path / "q", scheme="W4A16")
     expected = oracle(source, quantized, samples())
-    monkeypatch.setattr(compare, "_PROJECTED", 5 * 128)  # five positions
-    monkeypatch.setattr(compare, "_SCORED", 3 * 128)
+    monkeypatch.setattr(compare, "LogitSizes", partial(LogitSizes, 5 * 128, 3 * 128))
     for batch_size in (1, 2, 8):
         assert_equal(evaluate(source, quantized, samples(), batch_size=batch_size), expected)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from steelyard import oneshot
 from steelyard.errors import DataError, PipelineError
 from steelyard.evaluate import divergence as compare
 from steelyard.evaluate import evaluate
+from steelyard.evaluate.evaluation_memory import LogitSizes
 from steelyard.model import activations
 from steelyard.model.layerwise import LayerwiseModel
 from steelyard.modifiers import QuantizationModifier
@@ -116,8 +118,8 @@ def test_cutting_up_the_work_changes_nothing(
     small_llava: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = samples_for_model("llava")
-    monkeypatch.setattr(compare, "_PROJECTED", 3 * 128)  # three positions: some hold no text
-    monkeypatch.setattr(compare, "_SCORED", 2 * 128)
+    sizes = partial(LogitSizes, 3 * 128, 2 * 128)  # three positions: some hold no text
+    monkeypatch.setattr(compare, "LogitSizes", sizes)
     assert_equal(evaluate(*small_llava[1:], data), oracle(*small_llava, data))
 
 

@@ -30,6 +30,10 @@ QuantizationModifier:
       weights: {num_bits: 8, strategy: channel, observer: memoryless_minmax}
       input_activations: {num_bits: 8, symmetric: false, observer: minmax}
 """,
+    "smooth": f"""
+SmoothQuantModifier: {{smoothing_strength: 0.5}}
+QuantizationModifier: {{scheme: W8A8, {QUICK}}}
+""",
     "importance": """
 IMatrixGatherer: {ignore: [lm_head]}
 QuantizationModifier:
@@ -118,19 +122,38 @@ def without_room(folder: Path) -> list[Transfer]:
     return list(MEMORY[0].transfers)
 
 
-def evaluations(folder: Path) -> tuple[Any, Any]:
-    """Return the figures of an evaluation on both devices."""
-    from steelyard.evaluate import evaluate
+def evaluations(folder: Path, family: str, recipe: str) -> tuple[Any, ...]:
+    """Return the figures of an evaluation on both devices, and on one that has less memory."""
+    from steelyard.evaluate import divergence, evaluate
 
-    model = model_folder(folder / "model")
-    run(model, "static", folder / "quantized", device="cpu")
-    found = []
-    for device in ("cpu", "toy"):
-        figures = evaluate(model, folder / "quantized", data(), device=device).as_dict()
-        found.append({name: value for name, value in figures.items() if name != "seconds"})
-    assert MEMORY[0].peak > 0
-    assert_nothing_left()
-    return found[0], found[1]
+    announced: list[int] = []
+    estimate = divergence.device_bytes
+
+    def noted(*args: Any) -> int:
+        announced.append(estimate(*args))
+        return announced[-1]
+
+    divergence.device_bytes = noted
+    model = model_folder(folder / "model", family)
+    quantized = folder / "quantized"
+    run(model, recipe, quantized, device="cpu")
+
+    def figures(device: str, batch_size: int = 8) -> dict[str, Any]:
+        options = {"device": device, "batch_size": batch_size}
+        found = evaluate(model, quantized, rows(96), **options).as_dict()
+        assert_nothing_left()
+        return {name: value for name, value in found.items() if name != "seconds"}
+
+    found, peaks = [figures("cpu")], {}
+    for batch_size in (1, 8):
+        MEMORY[0].reset()
+        found.append(figures("toy", batch_size))
+        peaks[batch_size] = MEMORY[0].peak
+        assert 0 < MEMORY[0].peak <= announced[-1] <= 8 * MEMORY[0].peak
+    MEMORY[0].reset((peaks[1] + peaks[8]) // 2)
+    less = figures("toy")
+    assert MEMORY[0].refused and MEMORY[0].peak <= MEMORY[0].limit
+    return found[0], found[2], less
 
 
 def comparisons(folder: Path) -> tuple[Any, Any]:
@@ -169,34 +192,43 @@ def choices(folder: Path) -> None:
         placement_of("gpu", folder)
 
 
-def short_of_memory(folder: Path) -> list[str]:
-    """Run with batches that do not fit; return the notes, and the message if none fits."""
+def rows(length: int, count: int = 8) -> list[list[int]]:
+    """Return samples of random tokens."""
+    drawn = torch.Generator().manual_seed(0)
+    return torch.randint(3, 128, (count, length), generator=drawn).tolist()
+
+
+def short_of_memory(folder: Path, family: str, recipe: str, length: int) -> list[str]:
+    """Run with batches that do not fit, and compare with a run whose batches do; return notes."""
+    from steelyard import oneshot
+
+    model = model_folder(folder / "model", family)
+    options = {"device": "toy", "batch_size": 8, "activations": "host"}
+    MEMORY[0].reset()
+    oneshot(model, RECIPES[recipe], rows(length), folder / "whole", **options)
+    MEMORY[0].reset(int(0.7 * MEMORY[0].peak))
+    found = oneshot(model, RECIPES[recipe], rows(length), folder / "halved", **options)
+    assert MEMORY[0].refused and MEMORY[0].peak <= MEMORY[0].limit
+    assert_nothing_left()
+    assert_same_tensors(folder / "whole", folder / "halved")
+    return [note for note in found.notes if "memory" in note]
+
+
+def without_memory(folder: Path) -> str:
+    """Run with less memory than one sample needs; return the message."""
     from steelyard import oneshot
     from steelyard.errors import PipelineError
 
     model = model_folder(folder / "model")
-    rows = torch.randint(3, 128, (8, 96), generator=torch.Generator().manual_seed(0)).tolist()
-    peaks = {}
-    for size in (1, 8):
-        MEMORY[0].reset()
-        output = folder / f"batch-{size}"
-        oneshot(model, RECIPES["static"], rows, output, device="toy", batch_size=size)
-        peaks[size] = MEMORY[0].peak
-    MEMORY[0].reset((peaks[1] + peaks[8]) // 2)
-    output = folder / "halved"
-    found = oneshot(model, RECIPES["static"], rows, output, device="toy", batch_size=8)
-    assert MEMORY[0].refused and MEMORY[0].peak <= MEMORY[0].limit
-    fitting = 8 // 2 ** sum("ran out of memory" in note for note in found.notes)
+    options = {"device": "toy", "activations": "host", "max_seq_length": 96}
     MEMORY[0].reset()
-    again = folder / "fitting"
-    oneshot(model, RECIPES["static"], rows, again, device="toy", batch_size=fitting)
-    assert_same_tensors(output, again)
-    MEMORY[0].reset(peaks[1] // 2)
+    oneshot(model, RECIPES["static"], rows(96), folder / "one", **options)
+    MEMORY[0].reset(MEMORY[0].peak // 2)
     try:
-        oneshot(model, RECIPES["static"], rows, folder / "none", device="toy", max_seq_length=96)
+        oneshot(model, RECIPES["static"], rows(96), folder / "none", batch_size=8, **options)
     except PipelineError as error:
-        return [*found.notes, str(error)]
-    raise AssertionError("half the memory was enough")
+        return str(error)
+    raise AssertionError("less memory was enough")
 
 
 def same_in_each_place(folder: Path, recipe: str) -> list[tuple[int, str]]:
@@ -220,9 +252,8 @@ def held_and_said(folder: Path, family: str, recipe: str) -> tuple[int, int]:
     from steelyard import oneshot
 
     model = model_folder(folder / "model", family, hidden_size=128, intermediate_size=256)
-    rows = torch.randint(3, 128, (8, 24), generator=torch.Generator().manual_seed(0)).tolist()
     options = {"num_calibration_samples": 8, "max_seq_length": 24, "batch_size": 2}
-    given = None if recipe == "dynamic" else rows
+    given = None if recipe == "dynamic" else rows(24)
     more = {"pipeline": "sequential"} if recipe == "dynamic" else options
     MEMORY[0].reset()
     found = oneshot(model, RECIPES[recipe], given, folder / "toy", device="toy", **more)

@@ -48,8 +48,7 @@ class InputStatistics:
         """Return the statistics to send to other ranks; None without tokens."""
         if self.largest is None or self.smallest is None or self._rows is None:
             return None
-        ranges = self.largest.cpu(), self.smallest.cpu()
-        return *ranges, self._rows.cpu(), self._order, self._batch
+        return self.largest, self.smallest, self._rows, self._order, self._batch
 
     def restore(self, states: list[tuple[Any, ...] | None], device: torch.device) -> None:
         """Replace the statistics by those of all ranks."""

@@ -47,7 +47,7 @@ class Statistic:
         if ranks.count == 1:
             return
         device = None if self._value is None else self._value.device
-        parts = ranks.gather(None if self._value is None else self._value.cpu())
+        parts = ranks.gather(self._value)
         self._value = None
         for part in parts:
             if part is not None:
@@ -99,7 +99,7 @@ class ExactSum(Statistic):
         if ranks.count == 1:
             return
         device = None if self._bins is None else self._bins.device
-        mine = None if self._bins is None else (list(self.shape), carried(self._bins).cpu())
+        mine = None if self._bins is None else (list(self.shape), carried(self._bins))
         parts = [part for part in ranks.gather(mine) if part is not None]
         if not parts:
             return

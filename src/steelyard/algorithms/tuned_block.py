@@ -110,7 +110,7 @@ class TunedBlock:
 
     def _joined(self, value: torch.Tensor | None) -> torch.Tensor | None:
         """Return the sum over all ranks; None if none has a value."""
-        parts = self.block.ranks.gather(None if value is None else value.cpu())
+        parts = self.block.ranks.gather(value)
         found = [part for part in parts if part is not None]
         return torch.stack(found).sum(0).to(self.block.device) if found else None
 

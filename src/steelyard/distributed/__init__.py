@@ -3,7 +3,8 @@
 from steelyard.distributed.local_device import local_count, local_index
 from steelyard.distributed.packing import sendable
 from steelyard.distributed.partition import assign, batches_of, partial_sums_of
-from steelyard.distributed.ranks import Ranks, join_from_environment, together
+from steelyard.distributed.process_group import join_from_environment
+from steelyard.distributed.ranks import Ranks, together
 from steelyard.distributed.thread_pool import ThreadPool
 
 __all__ = [

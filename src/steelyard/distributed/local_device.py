@@ -9,7 +9,7 @@ from torch import distributed as dist
 
 from steelyard.errors import RanksError
 
-__all__ = ["local_count", "local_index"]
+__all__ = ["group_backends", "group_device", "local_count", "local_index"]
 
 
 def local_index() -> int:
@@ -33,3 +33,21 @@ def local_count() -> int:
         return 1
     given = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(given) if given.isdecimal() and int(given) else dist.get_world_size()
+
+
+def group_backends() -> dict[str, str]:
+    """Return the backend of each kind of device in the default process group.
+
+    Such as {"cpu": "gloo", "cuda": "nccl"}.
+    """
+    found: dict[str, str] = {}
+    for pair in str(dist.get_backend_config()).split(","):
+        kind, _, backend = pair.partition(":")
+        found[kind] = backend
+    return found
+
+
+def group_device() -> torch.device:
+    """Return a device whose tensors the default process group sends; the CPU if it does."""
+    kinds = list(group_backends())
+    return torch.device("cpu") if "cpu" in kinds else torch.device(kinds[0], local_index())

@@ -6,23 +6,27 @@ key, its kind:
 
     {"tuple": [1, 2]}   {"dict": [["a", 1], ["b", 2]]}   {"tensor": ["bfloat16", [2, 3], 0, 12]}
 
-A dataclass is sent by the names of its fields, if it was declared `sendable`.
+A dataclass is sent by the names of its fields, if it was declared `sendable`. A tensor that goes
+from device to device (`device_channel`) is not part of the bytes: {"apart": 0} is the first.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import distributed as dist
 
+from steelyard.distributed.local_device import group_device
 from steelyard.errors import RanksError
 
-__all__ = ["gather_unwatched", "pack", "sendable", "unpack"]
+__all__ = ["Apart", "gather_unwatched", "pack", "sendable", "tensors_apart", "unpack"]
 
 Class = TypeVar("Class", bound=type)
 
@@ -36,21 +40,58 @@ def sendable(kind: Class) -> Class:
     return kind
 
 
-def pack(value: Any) -> torch.Tensor:
-    """Return a value as bytes, (n,) uint8."""
-    tensors: list[torch.Tensor] = []
-    text = json.dumps(_Encoder(tensors).encode(value), separators=(",", ":")).encode()
+@dataclasses.dataclass
+class Apart:
+    """Tensors of a message that travel apart from its bytes: those on `device`."""
+
+    device: torch.device | None = None
+    tensors: list[torch.Tensor] = dataclasses.field(default_factory=list)
+
+
+def pack(value: Any, apart: Apart | None = None) -> torch.Tensor:
+    """Return a value as bytes, (n,) uint8.
+
+    apart: receives the tensors that are not part of the bytes
+    """
+    encoder = _Encoder(apart or Apart())
+    content = encoder.encode(value)
+    described = [[_name(t.dtype), list(t.shape)] for t in encoder.apart.tensors]
+    text = json.dumps([content, described], separators=(",", ":")).encode()
     head = bytearray(len(text).to_bytes(_LENGTH, "little") + text)
-    return torch.cat([torch.frombuffer(head, dtype=torch.uint8), *tensors])
+    return torch.cat([torch.frombuffer(head, dtype=torch.uint8), *encoder.tensors])
 
 
-def unpack(data: torch.Tensor) -> Any:
-    """Return the value that `pack` serialized; its tensors own their memory."""
+def tensors_apart(data: torch.Tensor) -> list[tuple[torch.dtype, list[int]]]:
+    """Return type and shape of the tensors that travel apart from the bytes of `pack`."""
+    with _decoding():
+        (_, described), _ = _split(data)
+        return [(_dtype(name), list(shape)) for name, shape in described]
+
+
+def unpack(data: torch.Tensor, apart: Sequence[torch.Tensor] = ()) -> Any:
+    """Return the value that `pack` serialized; its tensors own their memory.
+
+    apart: the tensors that were not part of the bytes, which become part of the value
+    """
+    with _decoding():
+        (content, _), rest = _split(data)
+        return _decoded(content, rest, apart)
+
+
+def _split(data: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    """Return the JSON of a message, and the bytes of its tensors."""
+    start = _LENGTH + int.from_bytes(data[:_LENGTH].numpy().tobytes(), "little")
+    found = json.loads(data[_LENGTH:start].numpy().tobytes())
+    if not isinstance(found, list):
+        raise TypeError(f"a list was expected, not {type(found).__name__}")
+    return found, data[start:]
+
+
+@contextlib.contextmanager
+def _decoding() -> Iterator[None]:
     try:
-        start = _LENGTH + int.from_bytes(data[:_LENGTH].numpy().tobytes(), "little")
-        content = json.loads(data[_LENGTH:start].numpy().tobytes())
-        return _decoded(content, data[start:])
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+        yield
+    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
         raise RanksError(
             f"another rank sent a message that this one cannot decode ({type(error).__name__}: "
             f"{error}); start all ranks with the same version of Steelyard"
@@ -62,7 +103,7 @@ def gather_unwatched(value: Any) -> list[Any]:
 
     Does not watch for ranks that fail, unlike `Ranks.gather`.
     """
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    device = group_device()
     own = pack(value).to(device)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, torch.tensor([len(own)], device=device))
@@ -75,10 +116,15 @@ def gather_unwatched(value: Any) -> list[Any]:
 
 
 class _Encoder:
-    """Turns values into JSON types, and collects the bytes of their tensors in `tensors`."""
+    """Turns values into JSON types.
 
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self.tensors = tensors
+    tensors: the bytes of their tensors
+    apart:   the tensors that are not sent as bytes
+    """
+
+    def __init__(self, apart: Apart) -> None:
+        self.apart = apart
+        self.tensors: list[torch.Tensor] = []
         self.nbytes = 0
 
     def encode(self, value: Any) -> Any:
@@ -92,6 +138,9 @@ class _Encoder:
         if kind is dict:
             return {"dict": [[self.encode(k), self.encode(v)] for k, v in value.items()]}
         if isinstance(value, torch.Tensor):
+            if value.device == self.apart.device and value.numel():
+                self.apart.tensors.append(value.detach().contiguous())
+                return {"apart": len(self.apart.tensors) - 1}
             return {"tensor": self._tensor(value)}
         if kind is bytes:
             return {"bytes": base64.b64encode(value).decode()}
@@ -112,27 +161,29 @@ class _Encoder:
         return [_name(value.dtype), list(value.shape), start, self.nbytes]
 
 
-def _decoded(content: Any, data: torch.Tensor) -> Any:
+def _decoded(content: Any, data: torch.Tensor, apart: Sequence[torch.Tensor]) -> Any:
     if isinstance(content, list):
-        return [_decoded(each, data) for each in content]
+        return [_decoded(each, data, apart) for each in content]
     if not isinstance(content, dict):
         return content
     ((kind, inner),) = content.items()
     if kind == "tuple":
-        return tuple(_decoded(each, data) for each in inner)
+        return tuple(_decoded(each, data, apart) for each in inner)
     if kind == "dict":
-        return {_decoded(k, data): _decoded(v, data) for k, v in inner}
+        return {_decoded(k, data, apart): _decoded(v, data, apart) for k, v in inner}
     if kind == "tensor":
         name, shape, start, stop = inner
         # a copy, since the offset in the message may be unaligned for the type
         return data[start:stop].clone().view(_dtype(name)).reshape(shape)
+    if kind == "apart":
+        return apart[inner]
     if kind == "bytes":
         return base64.b64decode(inner)
     if kind == "dtype":
         return _dtype(inner)
     if kind == "path":
         return Path(inner)
-    return _SENDABLE[kind](**{name: _decoded(each, data) for name, each in inner.items()})
+    return _SENDABLE[kind](**{name: _decoded(each, data, apart) for name, each in inner.items()})
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -1,8 +1,8 @@
 """The ranks of a run: their messages, and how all of them end when one fails.
 
-Messages go through the CPU and gloo, even with NCCL: calibration results are small, and must not
-depend on the transport. Every wait watches for ranks that failed or stopped responding
-(`liveness`).
+A message goes through the CPU and gloo. Its tensors on an accelerator follow from device to device,
+if every rank has one of its own and the process group a backend for it, such as NCCL
+(`device_channel`). Every wait watches for ranks that failed or stopped responding (`liveness`).
 """
 
 from __future__ import annotations
@@ -10,40 +10,23 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import os
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import Any, ClassVar, NoReturn, TypeVar, cast
 
 import torch
 from torch import distributed as dist
 
+from steelyard.distributed.device_channel import DeviceChannel
 from steelyard.distributed.liveness import Liveness
-from steelyard.distributed.packing import pack, unpack
+from steelyard.distributed.packing import Apart, pack, tensors_apart, unpack
+from steelyard.distributed.process_group import gloo_group
 from steelyard.errors import RanksError
 
-__all__ = ["Ranks", "join_from_environment", "together"]
+__all__ = ["Ranks", "together"]
 
 Value = TypeVar("Value")
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-_PATIENCE = timedelta(hours=2)  # longest wait for a rank that is alive
-
-
-def join_from_environment() -> None:
-    """Join the process group of `torchrun`, if it started this process and none is joined yet."""
-    if not dist.is_available() or dist.is_initialized() or "TORCHELASTIC_RUN_ID" not in os.environ:
-        return
-    local, backend = int(os.environ.get("LOCAL_RANK", "0")), "gloo"
-    if torch.accelerator.is_available():
-        if local < torch.accelerator.device_count():  # else all may compute on the CPU
-            torch.accelerator.set_device_index(local)
-        kind = str(torch.accelerator.current_accelerator())
-        own = dist.Backend.default_device_backend_map.get(kind)  # such as nccl
-        if own is not None and own != backend and dist.is_backend_available(own):
-            backend = f"cpu:gloo,{kind}:{own}"
-    dist.init_process_group(backend, timeout=_PATIENCE)
 
 
 def together(function: Function) -> Function:
@@ -62,7 +45,6 @@ class Ranks:
 
     _runs: ClassVar[int] = 0
     _active: ClassVar[Ranks | None] = None  # those of the current run
-    _side: ClassVar[tuple[Any, Any] | None] = None  # a process group, and its gloo group
 
     def __init__(self, rank: int = 0, count: int = 1, group: Any = None, store: Any = None) -> None:
         self.rank = rank
@@ -70,6 +52,8 @@ class Ranks:
         self.group = group
         self.store = store
         self.waited = 0.0  # seconds
+        self.channel: DeviceChannel | None = None  # between the accelerators of all ranks
+        self._opened = count == 1
         self._liveness = Liveness(rank, count, store) if count > 1 else None
         self._announced = False
 
@@ -86,45 +70,57 @@ class Ranks:
         cls._runs += 1
         everyones = dist.distributed_c10d._get_default_store()
         store = dist.distributed_c10d.PrefixStore(f"steelyard-{cls._runs}", everyones)
-        return cls(dist.get_rank(), dist.get_world_size(), cls._gloo(), store)
-
-    @classmethod
-    def _gloo(cls) -> Any:
-        default = dist.group.WORLD
-        if "gloo" in str(dist.get_backend_config()):
-            return default
-        if cls._side is None or cls._side[0] is not default:
-            cls._side = (default, dist.new_group(backend="gloo"))
-        return cls._side[1]
+        return cls(dist.get_rank(), dist.get_world_size(), gloo_group(), store)
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
 
+    @property
+    def way(self) -> str:
+        """How tensors on a device reach the other ranks, for the plan; every rank must call it."""
+        if self.count == 1:
+            return ""
+        channel = self._open()
+        words = "through host memory (gloo)"
+        if channel is not None:
+            words = f"from device to device ({channel.backend})"
+        return f"tensors go between ranks {words}"
+
+    def _open(self) -> DeviceChannel | None:
+        if not self._opened:
+            self._opened, self.channel = True, DeviceChannel.open(self._numbers)
+        return self.channel
+
     # -- messages -------------------------------------------------------------------------------
 
     def gather(self, value: Value) -> list[Value]:
-        """Return the values of all ranks, in rank order, on every rank."""
+        """Return the values of all ranks, in rank order, on every rank.
+
+        Tensors that travel from device to device arrive on this rank's; its own are not copied.
+        """
         if self.count == 1:
             return [value]
-        own = pack(value)
-        sizes = self._sizes(own)
+        own, apart = self._packed(value)
+        sizes = self._numbers(len(own))
         longest = max(sizes)
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: len(own)] = own
         found = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
         self._do(lambda: dist.all_gather(found, padded, group=self.group, async_op=True))
-        return [unpack(data[:size]) for data, size in zip(found, sizes, strict=True)]
+        messages = [data[:size] for data, size in zip(found, sizes, strict=True)]
+        return [self._followed(data, source, apart) for source, data in enumerate(messages)]
 
     def broadcast(self, value: Value, source: int = 0) -> Value:
         """Return the value of `source` on all ranks; those of the others are ignored."""
         if self.count == 1:
             return value
-        own = pack(value) if self.rank == source else torch.empty(0, dtype=torch.uint8)
-        size = self._sizes(own)[source]
+        own, apart = self._packed(value if self.rank == source else None)
+        size = self._numbers(len(own))[source]
         data = own if self.rank == source else torch.empty(size, dtype=torch.uint8)
         self._do(lambda: dist.broadcast(data, source, group=self.group, async_op=True))
-        return value if self.rank == source else unpack(data)
+        found: Value = self._followed(data, source, apart)
+        return value if self.rank == source else found
 
     def collect(self, value: Value, target: int = 0) -> Iterator[Value]:
         """Yield the values of all ranks on `target`, in rank order; consume all of them.
@@ -133,21 +129,53 @@ class Ranks:
         """
         if self.count == 1:
             return iter([value])
-        own = pack(None if self.rank == target else value)
-        sizes = self._sizes(own)
+        own, apart = self._packed(None if self.rank == target else value)
+        sizes = self._numbers(len(own))
         if self.rank == target:
             return self._received(value, own, sizes)
         for source in range(self.count):
             if source != target:
                 self._move(own, source, target, 0)
+            if source == self.rank and self.channel is not None:
+                self.channel.send(apart, target, self._do)
         return iter(())
 
     def _received(self, value: Value, own: torch.Tensor, sizes: list[int]) -> Iterator[Value]:
         for source, size in enumerate(sizes):
             if source == self.rank:
                 yield value
-            else:
-                yield unpack(self._move(own, source, self.rank, size))
+                continue
+            data = self._move(own, source, self.rank, size)
+            tensors = self._room(data)
+            if self.channel is not None:
+                self.channel.receive(tensors, source, self._do)
+            yield unpack(data, tensors)
+
+    def _packed(self, value: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Return the bytes of a message, and the tensors that follow from device to device."""
+        channel = self._open()
+        apart = Apart(None if channel is None else channel.device)
+        return pack(value, apart), apart.tensors
+
+    def _followed(self, data: torch.Tensor, source: int, own: list[torch.Tensor]) -> Any:
+        """Return the value of a message that all ranks have, once its tensors have followed.
+
+        own: the tensors of this rank's message
+        """
+        tensors = own if self.rank == source else self._room(data)
+        if self.channel is not None:
+            self.channel.broadcast(tensors, source, self._do)
+        return unpack(data, tensors)
+
+    def _room(self, data: torch.Tensor) -> list[torch.Tensor]:
+        """Return tensors to receive those into that follow a message."""
+        described = tensors_apart(data)
+        if described and self.channel is None:
+            raise RanksError(
+                "another rank sends tensors from device to device, but this rank opened no such "
+                "connection; start all ranks with the same device"
+            )
+        return [] if self.channel is None else self.channel.empty(described)
 
     def _move(self, own: torch.Tensor, source: int, target: int, size: int) -> torch.Tensor:
         """Send from one rank to another; all must call, and `target` gets the bytes."""
@@ -167,11 +195,12 @@ class Ranks:
         """Return when every rank has called this."""
         self.gather(None)
 
-    def _sizes(self, own: torch.Tensor) -> list[int]:
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.count)]
-        mine = torch.tensor([len(own)])
-        self._do(lambda: dist.all_gather(sizes, mine, group=self.group, async_op=True))
-        return [int(size) for size in sizes]
+    def _numbers(self, own: int) -> list[int]:
+        """Return a number of each rank."""
+        found = [torch.zeros(1, dtype=torch.int64) for _ in range(self.count)]
+        mine = torch.tensor([own])
+        self._do(lambda: dist.all_gather(found, mine, group=self.group, async_op=True))
+        return [int(each) for each in found]
 
     def _do(self, begin: Callable[[], Any]) -> None:
         """Start an exchange and wait until it completes or a rank fails."""

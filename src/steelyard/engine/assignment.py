@@ -23,13 +23,13 @@ def owners_of(modules: Mapping[str, Any], ranks: int) -> dict[str, int]:
 
 
 def of_weight(module: Module, solved: bool) -> dict[str, torch.Tensor]:
-    """Return the parameters of a module that belong to its weight, on the CPU.
+    """Return the parameters of a module that belong to its weight.
 
     solved: include the weight itself, which the solver changed
     """
     parameters = {name: p.data for name, p in module._parameters.items() if p is not None}
     return {
-        name: value.cpu()
+        name: value
         for name, value in parameters.items()
         if name.startswith("weight_") or (solved and name == "weight")
     }

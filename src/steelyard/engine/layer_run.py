@@ -14,6 +14,7 @@ from steelyard.engine.parts import Flow, Part
 from steelyard.engine.progress import progress
 from steelyard.fusion import expert_groups
 from steelyard.model.activations import HiddenStates
+from steelyard.model.batch_forward import BatchForward, BatchLimit, run_in_parts
 from steelyard.model.blocks import Batch, LayerSequence
 from steelyard.model.hidden_states import load_hidden, save_hidden
 from steelyard.model.inputs import output_head, padding_of
@@ -51,6 +52,7 @@ class LayerRun:
         kept = self.paired or run.solver.needs("originals")
         self.originals = {i: Batch(b.inputs) for i, b in self.batches.items()} if kept else {}
         self.tuning = _TUNING * len(self.batches) if run.solver.tunes else 0
+        self.limit = BatchLimit()
 
     @torch.no_grad()
     def go(self) -> None:
@@ -76,6 +78,9 @@ class LayerRun:
             self._record(len(sequence))
             ends = [functools.partial(sequence.finish, b) for b in self.batches.values()]
             run.rest(sequence.layers, Flow(ends, places=self.places))
+            for rank, notes in enumerate(run.ranks.gather(self.limit.notes)):
+                who = f"rank {rank}, " if run.ranks.count > 1 else ""
+                run.result.notes += [f"{who}{note}" for note in notes]
 
     def _record(self, index: int) -> None:
         """Record the calls of the next layers."""
@@ -97,7 +102,7 @@ class LayerRun:
         name, module = sequence.layers[index].name, sequence.modules[index]
         called = [p for p in self.places if index in self.batches[p[0]].calls]
         batches = [self.batches[number] for number, _ in called]
-        forwards = [functools.partial(sequence.run, index, batch) for batch in batches]
+        forwards = [self._forward(index, batch) for batch in batches]
 
         def collect(outputs: Iterable[Any]) -> None:
             for batch, output in zip(batches, outputs, strict=True):
@@ -115,7 +120,7 @@ class LayerRun:
             collect,
             [self._tokens(index, b) for b in batches],
             called,
-            [functools.partial(sequence.run, index, batch) for batch in originals],
+            [self._forward(index, batch) for batch in originals],
             lambda i, output: sequence.put(index, originals[i], output),
             [padding_of(b.inputs, sequence.stored_input(index, b)) for b in batches],
             lambda share, where: advance(share * self.tuning, where),
@@ -131,12 +136,15 @@ class LayerRun:
         found, sequence = [], self.sequence
         for batch in self.originals.values():
             if index in batch.calls:
-                hidden, output = sequence.stored_input(index, batch), sequence.run(index, batch)
-                kept = output = sequence.stored(output)
+                hidden = sequence.stored_input(index, batch)
+                kept = output = sequence.stored(run_in_parts(self._forward(index, batch)))
                 if not self.paired:
                     sequence.put(index, batch, output)
                 found.append((hidden, first_tensor(kept)))
         return found
+
+    def _forward(self, index: int, batch: Batch) -> BatchForward:
+        return BatchForward(self.sequence, index, batch, self.limit)
 
     def _tokens(self, index: int, batch: Batch) -> int:
         hidden = self.sequence.stored_input(index, batch)

@@ -19,6 +19,7 @@ from steelyard.engine.parts import Flow, Part
 from steelyard.engine.showing import Stage
 from steelyard.engine.stages import Staged
 from steelyard.engine.unquantized_copy import can_be_copied, unquantized_copy
+from steelyard.model.batch_forward import run_in_parts
 from steelyard.model.placement import holding_budget
 from steelyard.model.precision import computing_in
 
@@ -73,7 +74,9 @@ def pairs(
     modules = [module for stage in stages or () for module in stage.called]
     if not flow.originals or (stages is not None and can_be_copied(part.root, modules)):
         return flow
-    calls = (functools.partial(run, part.root) for run in flow.originals)
+    calls = (
+        functools.partial(run_in_parts, functools.partial(run, part.root)) for run in flow.originals
+    )
     with computing_in(part.root, dtype), contextlib.closing(pool.begin(enumerate(calls))) as found:
         for index, output in enumerate(found):
             flow.put_original(index, output)
@@ -82,14 +85,14 @@ def pairs(
 
 def with_originals(see: Callable[[int, Any, Any], None]) -> Callable[[int, Any], None]:
     """Return a `see` for pairs: the original of a batch, and then the batch."""
-    originals: dict[int, Any] = {}
+    originals: dict[int, list[Any]] = {}  # of the parts of a batch, in order
 
     def see_one(index: int, x: Any) -> None:
         batch, is_quantized = divmod(index, 2)
         if is_quantized:
-            see(batch, x, originals.pop(batch))
+            see(batch, x, originals[batch].pop(0))
         else:
-            originals[batch] = x
+            originals.setdefault(batch, []).append(x)
 
     return see_one
 

@@ -19,14 +19,15 @@ from torch.nn import Module
 from steelyard.algorithms import Block, ModuleResult
 from steelyard.distributed import ThreadPool
 from steelyard.engine.block_work import Moment, Work
+from steelyard.engine.held_memory import CONCURRENT_BYTES, at_once
 from steelyard.engine.observing import observe
 from steelyard.engine.paired import paired, pairs, quantized, with_originals
 from steelyard.engine.parts import Flow, Part
-from steelyard.engine.second_pass import run_again, tuned
+from steelyard.engine.second_pass import hold_rounded, run_again, tuned
 from steelyard.engine.showing import Stage, points_of, showing, stages_of
 from steelyard.engine.solving import Solver
 from steelyard.engine.stage_order import find_stages
-from steelyard.engine.stages import CONCURRENT_BYTES, Staged, at_once
+from steelyard.engine.stages import Staged
 from steelyard.errors import PipelineError
 from steelyard.fusion import fused_groups
 from steelyard.model.early_stop import StopAfter
@@ -198,16 +199,18 @@ class Passes:
             contextlib.ExitStack() as rounded,
             paired(part, flow, stages, self.pool, self.dtype, self.solver.device) as staged,
         ):
+            done: list[Stage] = []
+            staged.dropped = functools.partial(hold_rounded, rounded, self.dtype, done)
             for index, stage in enumerate(stages):
                 found |= self._stage(part, flow, staged, index, stage, rounded)
+                done.append(stage)
                 if self.dtype is not None or stage.point is not None:
                     return_memory()  # of Hessians, before wider weights or experts need more
-                for number, each in enumerate(stages[: index + 1]):
+                for number, each in enumerate(done):
                     if not staged.has_passed(number):
                         rounded.enter_context(rounded_once(each.modules.values(), self.dtype))
             with contextlib.closing(staged.finish()) as outputs:
-                collect = exhaust if self.solver.tunes else flow.collect
-                collect(quantized(outputs, flow))
+                (exhaust if self.solver.tunes else flow.collect)(quantized(outputs, flow))
         if self.solver.tunes:
             found |= tuned(self.solver, part, flow, found, self.dtype)
             run_again(part, flow, self.pool, self.dtype)
@@ -256,9 +259,7 @@ class Passes:
         more = any(map(self.solver.solving_needs, ("outputs", "attention", "calls", "gradients")))
         staged = self.solver.solving_needs("staged")
         alone = (staged or self.solver.tunes) and not self.propagate
-        if outputs or more or not modules or alone:
-            return None
-        if staged and self.solver.passes > 1:
+        if outputs or more or not modules or alone or (staged and self.solver.passes > 1):
             return None
         stages, points = None, points_of(part.root, modules)
         if flow.forwards:

@@ -12,9 +12,9 @@ from torch.nn import Module
 
 from steelyard.algorithms import Algorithm, needs_data
 from steelyard.distributed import Ranks, ThreadPool
+from steelyard.engine.held_memory import CONCURRENT_BYTES
 from steelyard.engine.prepared_options import target_problems, untie_heads
 from steelyard.engine.run_options import Options
-from steelyard.engine.stages import CONCURRENT_BYTES
 from steelyard.engine.stream_device import choose_device
 from steelyard.engine.stream_jobs import budget_of, jobs_of
 from steelyard.errors import PipelineError
@@ -113,8 +113,10 @@ def plan_run(
     if not source.placement.is_host and not streams(options, recipe, algorithms):
         at_once = options.batch_size * options.sequence_length if with_data else 0
         device = source.placement.device
-        plan.device_memory = device_bytes(plan, source.model, device, at_once)
+        ranks = Ranks.current()
+        plan.device_memory = device_bytes(plan, source.model, device, at_once, ranks.count)
         plan.placing.append(f"at most about {size(plan.device_memory)} of memory on {device}")
+        plan.placing += filter(None, [ranks.way])
     return plan
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,12 +12,14 @@ import torch
 from steelyard.algorithms import ModuleResult
 from steelyard.distributed import ThreadPool
 from steelyard.engine.parts import Flow, Part
+from steelyard.engine.showing import Stage
 from steelyard.engine.solving import Solver
+from steelyard.model.batch_forward import run_in_parts
 from steelyard.model.placeholders import first_tensor
 from steelyard.model.precision import computing_in, rounded_once
 from steelyard.observers.lifecycle import with_schemes
 
-__all__ = ["run_again", "tuned"]
+__all__ = ["hold_rounded", "run_again", "tuned"]
 
 
 def run_again(part: Part, flow: Flow, pool: ThreadPool, dtype: torch.dtype | None) -> None:
@@ -28,12 +30,22 @@ def run_again(part: Part, flow: Flow, pool: ThreadPool, dtype: torch.dtype | Non
     if flow.collect is None:
         return
     modules = with_schemes(part.root, part.name, part.without).values()
+    calls = [functools.partial(run_in_parts, forward) for forward in flow.forwards]
     with (
         computing_in(part.root, dtype, scales=True),
         rounded_once(modules),
-        contextlib.closing(pool.begin(enumerate(flow.forwards))) as outputs,
+        contextlib.closing(pool.begin(enumerate(calls))) as outputs,
     ):
         flow.collect(outputs)
+
+
+def hold_rounded(
+    held: contextlib.ExitStack, dtype: torch.dtype | None, stages: Iterable[Stage]
+) -> None:
+    """Hold only the rounded weights of these stages, which batches run through once more."""
+    held.close()
+    for stage in stages:
+        held.enter_context(rounded_once(stage.modules.values(), dtype))
 
 
 def tuned(

@@ -212,7 +212,7 @@ class Solver:
             name: (of_weight(modules[name], f"{name}.weight" in block.changed), found[name])
             for name in mine
         }
-        plain = {name: block.tensor(name).cpu() for name in sorted(block.changed - sent)}
+        plain = {name: block.tensor(name) for name in sorted(block.changed - sent)}
         more = [algorithm.found(mine) for algorithm in self.algorithms]
         results: dict[str, ModuleResult] = {}
         sending = (own, plain, notes[known:], more)

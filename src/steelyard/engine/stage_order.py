@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.nn import Linear, Module
+
+from steelyard.model.batch_forward import with_first_part
 
 __all__ = ["find_stages"]
 
@@ -22,7 +25,8 @@ def find_stages(
 
     points: routing points of modules that are parts of experts
 
-    Runs `forward` once, with modules that return zeros, so it computes next to nothing.
+    Runs `forward` once, with modules that return zeros, so it computes next to nothing; a part of
+    the batch, if the device runs out of memory.
 
     Returns None if the order may depend on the data: unless each module is a Linear that is called
     once, with all `tokens` of the batch. Also None if an input has another dtype than `dtype`: such
@@ -30,7 +34,17 @@ def find_stages(
     """
     if not all(_is_plain(module) for module in modules.values()):
         return None
-    points = points or {}
+    find = functools.partial(_stages, modules, points or {}, dtype)
+    return with_first_part(find, forward, tokens)
+
+
+def _stages(
+    modules: Mapping[str, Module],
+    points: Mapping[str, Module],
+    dtype: torch.dtype | None,
+    forward: Callable[[], Any],
+    tokens: int,
+) -> list[list[str]] | None:
     calls: list[tuple[str, Any]] = []
 
     def stand_in(name: str, module: Any) -> Callable[..., torch.Tensor]:

@@ -7,7 +7,8 @@ module gets its input from changed modules, and the output is that of the change
 
 A waiting forward is a greenlet: a stack for each batch, on one thread of a pool. It holds what it
 has computed so far. Batches that do not fit into `budget` are dropped, and start again from the
-layer's input when it is their turn; that costs time and changes no bit.
+layer's input when it is their turn; that costs time and changes no bit. If the device runs out of
+memory, all are dropped, and those from the current one on are cut in half (`batch_forward`).
 
 Batches run under `torch.no_grad()` throughout: torch keeps such modes per thread, not per greenlet.
 """
@@ -17,11 +18,9 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-import inspect
 import itertools
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from types import FrameType
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -30,15 +29,15 @@ from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
 from steelyard.distributed import ThreadPool
+from steelyard.engine.held_memory import at_once, fits, held_bytes
+from steelyard.engine.whole_inputs import see_whole
 from steelyard.errors import PipelineError
+from steelyard.model.batch_forward import halve, note_alone, parts_of
+from steelyard.model.batch_parts import joined
 
-__all__ = ["CONCURRENT_BYTES", "Staged", "at_once"]
+__all__ = ["Staged"]
 
 T = TypeVar("T")
-
-CONCURRENT_BYTES = 256 << 20
-"""Bytes that batches in flight may hold if no stage waits for all of them; exceeded if one batch
-per thread needs more."""
 
 
 class _Pass(greenlet):  # type: ignore[misc]
@@ -66,6 +65,7 @@ class Staged(Generic[T]):
     budget:   bytes that waiting batches may hold
     pool:     the threads that batches run on
     copies:   of the modules of each stage, which some forwards call instead of them
+    dropped:  called when all batches were dropped; may be set later
     """
 
     def __init__(
@@ -77,8 +77,10 @@ class Staged(Generic[T]):
         pool: ThreadPool | None = None,
         copies: Sequence[Sequence[Module]] = (),
     ) -> None:
-        self.forwards = forwards
-        self.tokens = tokens
+        self.forwards = list(forwards)
+        self.tokens = list(tokens)
+        self.numbers = list(range(len(forwards)))  # of the batch that each is, or is a part of
+        self.dropped: Callable[[], None] = lambda: None
         self.budget = budget
         self.pool = pool or ThreadPool()
         self._stage_of = {
@@ -87,10 +89,12 @@ class Staged(Generic[T]):
         self._calls_each = sum(map(len, stages))
         self._has_copies = bool(copies)
         self._stage = 0  # stage to wait at; earlier ones are done
+        self._alone = False  # whether each part is shown on its own, and none waits
         self._held: dict[int, tuple[_Pass, int]] = {}  # batch -> its forward, and its bytes
         self._sizes: dict[tuple[int, torch.Size], int] = {}
         self._rates: dict[int, float] = {}  # stage -> most bytes per token of a batch
         self._handles: list[RemovableHandle] = []
+        self._cut()
 
     def __enter__(self) -> Staged[T]:
         self._handles = [m.register_forward_pre_hook(self._called) for m in self._stage_of]
@@ -116,11 +120,17 @@ class Staged(Generic[T]):
         start = 0
         while start < len(self.forwards):
             indices = range(start, self._stop(start))
-            passes = dict(zip(indices, self.pool.do(self._calls(indices)), strict=True))
+            try:
+                passes = dict(zip(indices, self.pool.do(self._calls(indices)), strict=True))
+            except torch.OutOfMemoryError as error:
+                start = self._halve(indices, error)
+                continue
             if any(one.dead for one in passes.values()):
                 raise _irregular()
-            for index, one in passes.items():
-                one.gr_context.run(see, index, one.input(stage))
+            for number, some in itertools.groupby(passes, self.numbers.__getitem__):
+                waiting = [(passes[i].gr_context, passes[i].input(stage)) for i in some]
+                see_whole(functools.partial(see, number), waiting)
+                del waiting  # else dropped batches stay in memory
             flush()
             dropped = []
             for index, one in passes.items():
@@ -129,6 +139,7 @@ class Staged(Generic[T]):
                 rate = size / self.tokens[index]
                 self._rates[stage] = max(rate, self._rates.get(stage, 0.0))
                 kept = fits(size, (held for _, held in self._held.values()), self.budget)
+                kept = kept and not self._alone
                 self._held[index] = (one, size if kept else 0)
                 if not kept:
                     dropped.append(index)
@@ -141,11 +152,23 @@ class Staged(Generic[T]):
         Exhaust or close the generator before leaving the context.
         """
         self._stage = len(set(self._stage_of.values()))
-        with contextlib.closing(self.pool.begin(self._calls(range(len(self.forwards))))) as passes:
-            for ended in passes:
-                if len(ended.called) != self._calls_each:
-                    raise _irregular()
-                yield ended.output
+        start, outputs = 0, []
+        while start < len(self.forwards):
+            calls = self._calls(range(start, len(self.forwards)))
+            with contextlib.closing(self.pool.begin(calls)) as passes:
+                while start < len(self.forwards):
+                    try:
+                        ended = next(passes)
+                    except torch.OutOfMemoryError as error:
+                        start = self._halve(range(start, start + 1), error)
+                        break
+                    if len(ended.called) != self._calls_each:
+                        raise _irregular()
+                    outputs.append(ended.output)
+                    start += 1
+                    if self.numbers[start - 1 : start] != self.numbers[start : start + 1]:
+                        yield joined(outputs)
+                        outputs.clear()
 
     def has_passed(self, stage: int) -> bool:
         """Whether every batch waits and has called all modules of a stage.
@@ -164,11 +187,20 @@ class Staged(Generic[T]):
         return max(self._rates.values())
 
     def _stop(self, start: int) -> int:
-        """Return the end of the batches that fit into the budget at this stage."""
+        """Return the end of the batches that fit into the budget at this stage.
+
+        All parts of a batch are among them, unless not even single samples can wait for others.
+        """
+        if self._alone:
+            return start + 1
         if self._stage not in self._rates:  # not measured yet
-            return min(start + self.pool.count, len(self.forwards))
-        left = self.budget - sum(held for _, held in self._held.values())
-        return start + at_once(self.tokens[start:], self._rates[self._stage], left)
+            stop = min(start + self.pool.count, len(self.forwards))
+        else:
+            left = self.budget - sum(held for _, held in self._held.values())
+            stop = start + at_once(self.tokens[start:], self._rates[self._stage], left)
+        while self.numbers[stop : stop + 1] == self.numbers[stop - 1 : stop]:
+            stop += 1
+        return stop
 
     def _calls(self, indices: Iterable[int]) -> Iterator[tuple[int, Callable[[], _Pass]]]:
         """Yield calls that run a batch up to the stage or its end, on the thread it began on."""
@@ -184,6 +216,33 @@ class Staged(Generic[T]):
             return one
 
         return ((index, functools.partial(resume, index)) for index in indices)
+
+    def _halve(self, failed: range, error: torch.OutOfMemoryError) -> int:
+        """Drop all batches, and cut them into parts; return the new index of the first failed."""
+        waited, forwards = list(self._held), [self.forwards[i] for i in failed]
+        self._drop(waited)
+        try:
+            halve(forwards, error)
+        except PipelineError:  # a single sample: it may fit without those that waited
+            last = self._stage == len(set(self._stage_of.values()))
+            if (last or self._alone) and not waited:
+                raise
+            if not last and not self._alone:
+                self._alone = True
+                note_alone(forwards)
+        counts = self._cut()
+        self.dropped()
+        return sum(counts[: failed.start])
+
+    def _cut(self) -> list[int]:
+        """Cut batches into parts that fit; return how many parts each has."""
+        parts = [parts_of(forward) for forward in self.forwards]
+        counts = [len(some) for some in parts]
+        self.forwards = [each for some in parts for each in some]
+        self.numbers = [n for n, c in zip(self.numbers, counts, strict=True) for _ in range(c)]
+        each = zip(self.tokens, counts, strict=True)
+        self.tokens = [-(-tokens // c) for tokens, c in each for _ in range(c)]
+        return counts
 
     def _drop(self, indices: Iterable[int]) -> None:
         self.pool.do([(index, self._held.pop(index)[0].throw) for index in indices])
@@ -209,43 +268,6 @@ class Staged(Generic[T]):
         if one.inputs[stage]() is not x:
             raise _irregular()
         one.called.add(module)
-
-
-def at_once(tokens: Sequence[int], rate: float, budget: float) -> int:
-    """Return how many batches fit into a budget; at least one.
-
-    tokens: number of tokens of each batch
-    rate:   bytes per token
-
-    >>> at_once([10, 10, 40, 10], rate=8, budget=200)
-    2
-    """
-    held = itertools.accumulate(count * rate for count in tokens)
-    return max(sum(1 for _ in itertools.takewhile(lambda size: size <= budget, held)), 1)
-
-
-def fits(size: int, held: Iterable[int], budget: int) -> bool:
-    """Return whether one more batch may wait."""
-    return size + sum(held) <= budget
-
-
-def held_bytes(frame: FrameType | None) -> int:
-    """Return the bytes of all tensors in the local variables of a forward suspended in `frame`."""
-    found: dict[int, int] = {}
-    while frame is not None:
-        variables = frame.f_locals
-        values = list(variables.values())
-        while values:
-            value = values.pop()
-            if isinstance(value, torch.Tensor):
-                storage = value.untyped_storage()
-                found[storage.data_ptr()] = storage.nbytes()
-            elif isinstance(value, (tuple, list, dict)):
-                values += value.values() if isinstance(value, dict) else value
-        if isinstance(variables, dict) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-            variables.clear()  # a copy before Python 3.13, which would keep the tensors alive
-        frame = frame.f_back
-    return sum(found.values())
 
 
 def _irregular() -> PipelineError:

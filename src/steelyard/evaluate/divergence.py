@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -14,20 +15,19 @@ from steelyard.data.samples import Inputs
 from steelyard.engine.progress import progress, say
 from steelyard.evaluate.comparable import check_pair, check_tokenizers
 from steelyard.evaluate.evaluation import Evaluation, EvaluationInterrupted
+from steelyard.evaluate.evaluation_memory import LogitSizes, device_bytes
 from steelyard.evaluate.held_out import HeldOut, held_out
 from steelyard.evaluate.metrics import Scores, score, summarize
 from steelyard.model.activations import HiddenStates, room_for
+from steelyard.model.batch_forward import BatchLimit
 from steelyard.model.blocks import Batch
 from steelyard.model.cost import Costs, estimate_seconds
 from steelyard.model.layerwise import DTYPE, LayerwiseModel, default_memory
 from steelyard.model.opening import open_model
 from steelyard.model.placement import placement_of
-from steelyard.words import duration
+from steelyard.words import duration, size
 
 __all__ = ["Scored", "evaluate", "evaluate_all"]
-
-_PROJECTED = 1 << 24  # logits of one model computed at a time: 64 MB
-_SCORED = 1 << 20  # logits scored at a time, so that they fit a CPU cache in fp64
 
 
 @dataclass(frozen=True)
@@ -137,8 +137,9 @@ def evaluate_all(
     opened = [open_model(model, trust_remote_code_model) for model in (base, *quantized)]
     for source, _ in opened:
         source.place(placement)
-    first = LayerwiseModel(opened[0][0], "base")
-    others = [LayerwiseModel(source, "quantized") for source, _ in opened[1:]]
+    limit = BatchLimit()  # of both models
+    first = LayerwiseModel(opened[0][0], "base", limit)
+    others = [LayerwiseModel(source, "quantized", limit) for source, _ in opened[1:]]
     for other in others:
         check_pair(first, other)
         assert first.source.origin is not None and other.source.origin is not None
@@ -151,17 +152,26 @@ def evaluate_all(
     costs = [Costs(w.source.model, w.sequence.modules, text.tokens) for w in models]
     again = costs[0].outside + costs[0].scoring(text.tokens)
     total = sum(cost.total() for cost in costs) + (len(others) - 1) * again
-    say(_plan(text, models, total), show_progress)
-    limit = default_memory() if memory is None else memory
+    host = default_memory() if memory is None else memory
+    room = replace(room_for("auto", placement.device), host=host)
+    held_bytes = text.tokens * sizes * DTYPE.itemsize
+    plan = _plan(text, models, total)
+    if not placement.is_host:
+        most = device_bytes(
+            models,
+            min(held_bytes, room.device),
+            max((tuple(batch["input_ids"].shape) for batch in batches), key=math.prod),
+            text.tokens,
+            LogitSizes(),
+        )
+        plan += f"; at most about {size(most)} of memory on {placement.device}"
+    say(plan, show_progress)
     inputs = [
         batch for batch, which in zip(text.samples.batches, text.chosen, strict=True) if which.any()
     ]
     masks = [which for which in text.chosen if which.any()]
     with (
-        HiddenStates(
-            replace(room_for("auto", placement.device), host=limit),
-            text.tokens * sizes * DTYPE.itemsize,
-        ) as held,
+        HiddenStates(room, held_bytes) as held,
         progress("evaluating", total, show_progress, unit="work") as advance,
     ):
         ends = first.run(batches, held, costs[0], advance)
@@ -178,6 +188,7 @@ def evaluate_all(
                 scores: list[Scores], samples: int, about: Any = about, since: float = started
             ) -> Evaluation:
                 seconds = time.perf_counter() - since
+                about = {**about, "notes": (*about["notes"], *limit.notes)}
                 return Evaluation(
                     samples=samples, seconds=seconds, **about, **asdict(summarize(scores))
                 )
@@ -213,14 +224,13 @@ def _scored(
 ) -> list[Scores]:
     """Score all batches; on Ctrl-C, raise with the result so far."""
     scores: list[Scores] = []
-    scored = 0
+    scored, sizes = 0, LogitSizes()
     try:
         with models[0].head(), models[1].head():
             advance(sum(cost.outside for cost in costs), "both models, scoring")
             for *pair, which in zip(*ends, text.chosen, strict=True):
-                parts = list(_scores(models, pair, which))
-                scores += [Scores.joined(parts)] if parts else []
                 input_ids = pair[0].inputs["input_ids"]
+                scores += _batch_scores(models, pair, which, sizes)
                 scored += len(input_ids)
                 work = sum(cost.scoring(input_ids.numel()) for cost in costs)
                 advance(work, "both models, scoring")
@@ -231,9 +241,29 @@ def _scored(
     return scores
 
 
+def _batch_scores(
+    models: Sequence[LayerwiseModel], pair: list[Batch], chosen: torch.Tensor, sizes: LogitSizes
+) -> list[Scores]:
+    """Return the scores of a batch, sample by sample; none if no token of it is scored."""
+    while True:
+        try:
+            parts = list(_scores(models, pair, chosen, sizes))
+            break
+        except torch.OutOfMemoryError as error:
+            shape = (*pair[0].inputs["input_ids"].shape, models[0].vocab_size)
+            sizes.halve(shape, error, models[0].limit.notes)
+    if not parts:
+        return []
+    numbers = torch.arange(chosen.numel()).view(chosen.shape)
+    step = sizes.positions(models[0].vocab_size, len(chosen))
+    each = zip(torch.split(numbers, step, 1), torch.split(chosen, step, 1), strict=True)
+    order = torch.cat([some[which] for some, which in each])
+    return [Scores.joined(parts).ordered(order.argsort())]
+
+
 @torch.no_grad()
 def _scores(
-    models: Sequence[LayerwiseModel], pair: list[Batch], chosen: torch.Tensor
+    models: Sequence[LayerwiseModel], pair: list[Batch], chosen: torch.Tensor, sizes: LogitSizes
 ) -> Iterator[Scores]:
     """Compare the two models on one batch, a few positions at a time.
 
@@ -242,7 +272,7 @@ def _scores(
     input_ids = pair[0].inputs["input_ids"]
     rows, length = input_ids.shape
     vocab_size = models[0].vocab_size
-    step = max(1, _PROJECTED // (rows * vocab_size))
+    step = sizes.positions(vocab_size, rows)
     for start in range(0, length - 1, step):
         positions = slice(start, min(start + step, length - 1))
         which = chosen[:, positions].flatten()
@@ -256,7 +286,7 @@ def _scores(
         targets = input_ids[:, start + 1 : positions.stop + 1].flatten()
         if not which.all():
             logits, targets = [each[which] for each in logits], targets[which]
-        some = max(1, _SCORED // vocab_size)
+        some = max(1, sizes.scored // vocab_size)
         for first in range(0, len(targets), some):
             part = slice(first, first + some)
             yield score(logits[0][part], logits[1][part], targets[part])

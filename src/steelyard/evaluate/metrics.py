@@ -40,6 +40,10 @@ class Scores:
         each = [[getattr(part, f.name) for part in parts] for f in fields(cls)]
         return cls(*map(torch.cat, each))
 
+    def ordered(self, order: torch.Tensor) -> Scores:
+        """Return the scores of the tokens in another order."""
+        return Scores(*(getattr(self, f.name)[order.to(self.loss.device)] for f in fields(self)))
+
 
 @dataclass(frozen=True)
 class Metrics:

@@ -35,9 +35,9 @@ class Partial:
     stop: int
     value: torch.Tensor | None
 
-    def on_cpu(self) -> Partial:
-        """Return a copy on the CPU, which can be sent and added to."""
-        value = None if self.value is None else self.value.to("cpu", copy=True)
+    def on(self, device: torch.device, copy: bool) -> Partial:
+        """Return it on a device."""
+        value = None if self.value is None else self.value.to(device, copy=copy)
         return Partial(self.start, self.stop, value)
 
 

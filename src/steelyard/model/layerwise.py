@@ -14,6 +14,7 @@ import torch
 
 from steelyard.errors import NonFiniteError, PipelineError
 from steelyard.model.activations import HiddenStates, fetched
+from steelyard.model.batch_forward import BatchForward, BatchLimit, run_in_parts
 from steelyard.model.blocks import Batch, LayerSequence
 from steelyard.model.cost import Costs
 from steelyard.model.inputs import output_head
@@ -34,12 +35,14 @@ def default_memory() -> int:
 class LayerwiseModel:
     """Runs one model over all samples, layer by layer.
 
-    role: base or quantized, for messages
+    role:  base or quantized, for messages
+    limit: samples to run at a time
     """
 
-    def __init__(self, source: Source, role: str) -> None:
+    def __init__(self, source: Source, role: str, limit: BatchLimit | None = None) -> None:
         self.source = source
         self.role = role
+        self.limit = limit or BatchLimit()
         name = source.origin or type(source.model).__name__
         self.label = f"the {role} model ({name})"
         with self._layer_errors():
@@ -95,7 +98,8 @@ class LayerwiseModel:
                 for batch in batches:
                     if index in batch.calls:
                         with torch.no_grad():
-                            output = sequence.run(index, batch)
+                            forward = BatchForward(sequence, index, batch, self.limit)
+                            output = run_in_parts(forward)
                         self._check(first_tensor(output), f"the output of {layer.name}")
                         sequence.put(index, batch, output)
                     advance(costs.layer(index, batch.inputs["input_ids"].numel()), where)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -45,6 +45,16 @@ class Term:
     batch: int = 0
     weights: torch.Tensor | None = None
     original: torch.Tensor | None = None
+
+    def halves(self) -> list[Term]:
+        """Return the tokens in two terms."""
+        middle = len(self.x) // 2
+        parts: list[Term] = []
+        for some in (slice(middle), slice(middle, None)):
+            weights = None if self.weights is None else self.weights[some]
+            original = None if self.original is None else self.original[some]
+            parts.append(replace(self, x=self.x[some], weights=weights, original=original))
+        return parts
 
 
 _Halves = tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -101,11 +111,23 @@ class HessianSum:
         """Add inputs to some of the slabs."""
         starts = [slab_starts(self.columns)[index] for index in indices]
         for term in terms:
+            self._add_term(indices, starts, term)
+
+    def _add_term(
+        self, indices: Sequence[int], starts: Sequence[int], term: Term, squares: bool = True
+    ) -> None:
+        """Add one input; in halves if the device cannot hold the copies that the sums need.
+
+        squares: False if x^T x was added already
+        """
+        try:
             x = term.x.to(self.device)  # one at a time: it may be a copy
             if term.weights is not None:
                 x = x.float() * term.weights.to(self.device, torch.float32)[:, None]
-            sums = self._even if self.drifts and term.batch % 2 == 0 else self.slabs
-            accumulate([sums[index].partial_sum(term.partial_sum) for index in indices], x)
+            if squares:
+                sums = self._even if self.drifts and term.batch % 2 == 0 else self.slabs
+                accumulate([sums[index].partial_sum(term.partial_sum) for index in indices], x)
+                squares = False
             if term.original is not None:
                 # The difference of bf16 inputs is rounded to bf16: exact where they are close, and
                 # else off by at most 2^-8 of it. Subtracting sums afterwards would lose more.
@@ -113,6 +135,11 @@ class HessianSum:
                 drift = self._drift[term.batch % 2]
                 slabs = [drift[index].partial_sum(term.partial_sum) for index in indices]
                 accumulate_product(slabs, starts, off, x)
+        except torch.OutOfMemoryError:  # raised before the sum was changed
+            if len(term.x) == 1:
+                raise
+            for half in term.halves():
+                self._add_term(indices, starts, half, squares)
 
     def totals(self) -> list[torch.Tensor]:
         """Return the slabs of the sum over all tokens, after the last input."""
@@ -122,8 +149,7 @@ class HessianSum:
         return found
 
     def _totals(self, slabs: Iterable[FixedOrderSum]) -> list[torch.Tensor]:
-        """Return sums on the device; those of several ranks are in host memory."""
-        return [slab.total().to(self.device) for slab in slabs]
+        return [slab.total() for slab in slabs]
 
     def diagonal(self) -> torch.Tensor:
         """Return the diagonal of the matrix, after the last input."""

@@ -143,13 +143,14 @@ class Hessians:
             columns, tokens, drifts = known[names]
             mine = self._hessians.get(names[0])
             partials = [] if mine is None else [each.partials() for each in mine.sums()]
-            whole = HessianSum(columns, self._device(names[0]), 0, drifts)
+            device = self._device(names[0])
+            whole = HessianSum(columns, device, 0, drifts)
             whole.tokens = tokens
             for owner in sorted({owners[name] for name in names}):
-                for found in self.ranks.collect([[p.on_cpu() for p in s] for s in partials], owner):
-                    if owner == self.ranks.rank and found:  # empty from a rank without batches
-                        for each, sums in zip(whole.sums(), found, strict=True):
-                            each.extend(sums)
+                for rank, found in enumerate(self.ranks.collect(partials, owner)):
+                    own = rank == self.ranks.rank  # and sent to the next owner
+                    for each, sums in zip(whole.sums(), found, strict=bool(found)):
+                        each.extend(part.on(device, copy=own) for part in sums)
             self._hessians.update(dict.fromkeys(names, whole))
 
     def shrink(self, owners: Mapping[str, int]) -> None:
@@ -178,7 +179,7 @@ class Hessians:
         for name in names:
             found = self._hessians[name].totals() if owners.get(name, 0) == self.ranks.rank else []
             if self.ranks.count > 1:
-                found = self.ranks.broadcast([s.cpu() for s in found], owners.get(name, 0))
+                found = self.ranks.broadcast(found, owners.get(name, 0))
             if not total:
                 total = [torch.zeros_like(slab) for slab in found]
             for one, other in zip(total, found, strict=True):

@@ -25,10 +25,11 @@ _CHUNK = 1 << 20  # weights that the reference searches at once
 _COUNTERS = 3 << 19  # bytes of histograms and tables of a type, whatever the model
 
 
-def device_bytes(plan: Plan, model: Any, device: torch.device, at_once: int) -> int:
+def device_bytes(plan: Plan, model: Any, device: torch.device, at_once: int, ranks: int = 1) -> int:
     """Return the bytes that a run takes on the device at most.
 
     at_once: tokens of one batch; 0 without data
+    ranks:   of the run; the results and statistics of others arrive beside this one's
     """
     layers, outside = _weights(model)
     weights = max(2 * layers, outside) if not plan.whole else layers + outside
@@ -39,7 +40,9 @@ def device_bytes(plan: Plan, model: Any, device: torch.device, at_once: int) -> 
     largest = max((p.shape[0] * p.shape[1] for p in plan.quantized), default=0)
     plain = resolve() == "reference" or triton_device()[0] != device.type
     search = min(largest, _CHUNK) * _REFERENCE + 16 * largest if plain else _KERNELS * largest
-    return weights + states + plan.state_bytes + plan.waiting + inside + tokens + search + _COUNTERS
+    others = layers + plan.state_bytes if ranks > 1 else 0
+    fixed = weights + states + plan.state_bytes + others + tokens + _COUNTERS
+    return fixed + plan.waiting + inside + search
 
 
 def _weights(model: Any) -> tuple[int, int]:
