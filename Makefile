@@ -83,6 +83,7 @@ docs: $(DOCS)/.installed  ## build the pages in docs/ as a site, in build/site
 
 bench: $(BENCH)/.installed  ## measure the kernels beside llm-compressor, and render the tables
 	$(BENCH)/bin/python benchmarks/speed.py
+	$(BENCH)/bin/python benchmarks/gptq_solve.py --json benchmarks/results/solve-gptq.json
 	$(BENCH)/bin/python benchmarks/render.py
 
 kernels: $(READY_DEV)  ## compile Triton's kernels for every GPU; registers and spills

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -114,6 +115,8 @@ def main() -> None:
     if options.json and options.json.exists():  # the other half stays
         outcome = json.loads(options.json.read_text())
     outcome["instruction set"] = kernels.info()["instruction_set"]
+    outcome["load"] = os.getloadavg()
+    print(*kernels.info()["cpu_features"], "load", *(f"{each:.1f}" for each in outcome["load"]))
     if "hessians" in only:
         outcome["hessians"] = [measure_hessian(columns, options.runs) for columns in WIDTHS]
         for r in outcome["hessians"]:

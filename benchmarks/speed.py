@@ -4,6 +4,7 @@ Each case runs the peer and Steelyard alternately, on the same tensor, and keeps
 several times. Times are CPU seconds (and wall seconds); on a shared machine the former say more.
 
     python benchmarks/speed.py [--rows 4096] [--threads 1,2] [--dtypes bf16,fp32] [--json FILE]
+    python benchmarks/speed.py --only optimal "norm 2.4"  # cases by a part of their name; no file
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class Result:
     wall: float
     to_floor: float | None = None
     wanted: float | None = None
+    ns_per_weight: float | None = None
 
     @property
     def ratio(self) -> float:
@@ -248,11 +250,15 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=4096)
     parser.add_argument("--threads", default="1,2")
     parser.add_argument("--dtypes", default="bf16,fp32")
+    parser.add_argument("--only", nargs="+", metavar="PART")
     parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results/speed.json")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
+    machine = {"processor": processor(), "cores": os.cpu_count(), "load": os.getloadavg()}
+    features = kernels.info()["cpu_features"]
+    print(machine["processor"], *features, "load", *(f"{each:.1f}" for each in machine["load"]))
     environment = {
-        "machine": {"processor": processor(), "cores": os.cpu_count()},
+        "machine": machine,
         "versions": {
             "steelyard": steelyard.__version__,
             "torch": torch.__version__,
@@ -270,18 +276,23 @@ def main() -> None:
             read = lambda x=x: x.view(torch.int64).sum()  # noqa: E731
             floor = min(clock(read)[1] for _ in range(20))
             for case, peer, ours, wanted in cases(x, dtype):
+                if options.only and not any(part in case for part in options.only):
+                    continue
                 (peer_cpu, peer_wall), (cpu, wall) = alternate(peer, ours)
                 floor = min(floor, *(clock(read)[1] for _ in range(5)))
-                result = Result(
-                    case, dtype, threads, peer_cpu, peer_wall, cpu, wall, wall / floor, wanted
-                )
+                measured = (peer_cpu, peer_wall, cpu, wall, wall / floor, wanted)
+                result = Result(case, dtype, threads, *measured, 1e9 * cpu / x.numel())
                 results.append(result)
                 print(
                     f"{case:<60} {dtype} {threads} thr  peer {peer_cpu:8.4f} s  ours {cpu:8.4f} s"
-                    f"  {result.ratio:7.1f} x  {result.to_floor:6.1f} floors",
+                    f"  {result.ratio:7.1f} x  {result.to_floor:6.1f} floors"
+                    f"  {result.ns_per_weight:6.2f} ns per weight",
                     flush=True,
                 )
-        results += activation_results(threads)
+        if not options.only:
+            results += activation_results(threads)
+    if options.only:
+        return
     memory = memory_results(options.rows)
     options.json.parent.mkdir(exist_ok=True)
     rows = [{**asdict(r), "ratio": r.ratio} for r in results]

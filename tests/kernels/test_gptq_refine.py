@@ -86,7 +86,11 @@ def test_a_scale_becomes_that_of_least_squares(name: str, fast: bool) -> None:
     u, target, h = (t.double() for t in (codes.round(), given["target"], given["hessian"]))
     expected = (u * (h @ target)).sum(0) / (u * (h @ u)).sum(0)
     # columns that no error can improve: the codes stay, and only scales move
-    _, grid = refine(**{**given, "values": given["values"].clone()}, rounds=1, fast=fast)
+    _, grid = refine(
+        **{**given, "values": given["values"].clone()},
+        rounds=1,
+        run_block=None if fast else refine_block,
+    )
     assert_close(grid.scale[0].double(), expected, rtol=1e-4, atol=0)
 
 
@@ -123,10 +127,14 @@ def errors_of_scales(given: dict[str, Any], codes: torch.Tensor) -> tuple[torch.
 
 
 def run_block(given: dict[str, Any], fast: bool) -> None:
-    errors = given["target"] - given["values"]
-    run = compiled_gptq.refine_block if fast else refine_block
-    sums = given["hessian"] @ errors
-    run(given["hessian"], sums, given["grid"], given["steps"], given["values"], errors, True)
+    hessian, target, grid, steps, values = (
+        given[name] for name in ("hessian", "target", "grid", "steps", "values")
+    )
+    if fast:
+        compiled_gptq.refine(hessian, target, grid, steps, values, True, len(target))
+        return
+    errors = target - values
+    refine_block(hessian, hessian @ errors, grid, steps, values, errors, True)
 
 
 @both
@@ -186,7 +194,9 @@ def test_no_round_makes_a_row_worse(stored: tuple[str, torch.dtype], seed: int, 
     given = problem(FORMATS[name], rows=5, stored=dtype, seed=seed)
     before = start = error_of(given, given["values"])
     for _ in range(3):
-        given["values"], given["grid"] = refine(**given, rounds=1, fast=fast)
+        given["values"], given["grid"] = refine(
+            **given, rounds=1, run_block=None if fast else refine_block
+        )
         after = error_of(given, given["values"])
         assert bool((after <= before * (1 + 1e-5)).all())
         before = after
@@ -288,8 +298,10 @@ def test_a_target_is_what_the_result_stands_for(backend: str) -> None:
 def test_wide_groups_are_fitted_outside_of_blocks() -> None:
     """A channel of 320 columns, beside the same as one group that fits into a block."""
     given = problem(FORMATS["int4_asym_channel"], columns=320)
-    wide, _ = refine(**{**given, "values": given["values"].clone()}, rounds=1, fast=False)
+    wide, _ = refine(
+        **{**given, "values": given["values"].clone()}, rounds=1, run_block=refine_block
+    )
     assert bool((error_of(given, wide) <= error_of(given, given["values"])).all())
-    fitted, grid = refine(**{**given, "values": given["values"].clone()}, rounds=1, fast=True)
+    fitted, grid = refine(**{**given, "values": given["values"].clone()}, rounds=1, run_block=None)
     assert_close(fitted, wide, rtol=0, atol=0)
     assert not torch.equal(grid.scale, given["grid"].scale)

@@ -15,9 +15,10 @@ from gptq_problems import DTYPES, FORMATS, hessian_of, nearest, qparams_of, solv
 from torch.testing import assert_close
 
 from steelyard.kernels import compiled_gptq
+from steelyard.kernels.gptq_factor import LowerFactor, UpperFactor
 from steelyard.kernels.gptq_grid import Grid
 from steelyard.kernels.gptq_refine import ScaleSteps, refine_block
-from steelyard.kernels.gptq_rounding import activation_order, round_block
+from steelyard.kernels.gptq_rounding import activation_order, eliminate, round_block
 
 every_format = pytest.mark.parametrize("args", FORMATS.values(), ids=FORMATS)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
@@ -50,13 +51,17 @@ def test_refine_block(isa: str, name: str, rows: int, dtype: torch.dtype) -> Non
     weight, hessian = weight_of(rows, 96, dtype), hessian_of(96) / 96
     scale, _, global_scale = qparams_of(weight, args)
     results = []
-    for run in (compiled_gptq.refine_block, refine_block):
+    for compiled in (True, False):
         grid = block_of(weight, args, "auto")
         values = grid.stored(weight).float().t().contiguous()
-        errors = weight.float().t().contiguous() - values
+        target = weight.float().t().contiguous()
         steps = ScaleSteps.of(args, scale, global_scale)
-        run(hessian, hessian @ errors, grid, steps, values, errors, True)
-        results.append((grid.scale, values, errors))
+        if compiled:
+            compiled_gptq.refine(hessian, target, grid, steps, values, True, len(target))
+        else:
+            errors = target - values
+            refine_block(hessian, hessian @ errors, grid, steps, values, errors, True)
+        results.append((grid.scale, values))
     same = torch.stack([_alike(a, b).all(0) for a, b in zip(*results, strict=True)]).all(0)
     assert int((~same).sum()) <= rows // 50
     moved = results[0][0] != block_of(weight, args, "auto").scale
@@ -75,24 +80,60 @@ def block_of(weight: torch.Tensor, args: QuantizationArgs, backend: str, exact: 
 
 @every_dtype
 @pytest.mark.parametrize("rows", [1, 15, 64, 129])
-@pytest.mark.parametrize("columns", [1, 2, 3, 48])
-def test_block(isa: str, rows: int, columns: int, dtype: torch.dtype) -> None:
-    """Sizes that leave a part of a tile, or a column without a pair."""
+@pytest.mark.parametrize("columns", [1, 2, 3, 48, 160])
+def test_eliminate(isa: str, rows: int, columns: int, dtype: torch.dtype) -> None:
+    """Sizes that leave a part of a tile, of a panel or of a stretch."""
     args = QuantizationArgs(num_bits=4, strategy="channel", symmetric=False)
     weight = weight_of(rows, columns, dtype)
     generator = torch.Generator().manual_seed(columns)
     lower = torch.linalg.cholesky(hessian_of(columns) / columns)
-    sums = torch.randn(columns, rows, generator=generator) * 0.01
     added = torch.rand(columns, generator=generator)
     grid, original = block_of(weight, args, "auto"), weight.float().t().contiguous()
-    results = []
-    for run in (compiled_gptq.gptq_block, round_block):
-        out = torch.empty(columns, rows), torch.empty(columns, rows)
-        losses = torch.ones(rows, dtype=torch.float64)  # they are added to
-        run(original, lower, sums, added, grid, *out, losses)
-        results.append((*out, losses))
-    for ours, theirs in zip(*results, strict=True):
-        assert_close(ours, theirs, rtol=1e-4, atol=1e-7)
+    upper = lower.t().contiguous() + torch.ones(columns, columns).tril(-1)  # which is not read
+    ours = compiled_gptq.eliminate(original, upper, added, grid)
+    theirs = eliminate(original, LowerFactor(lower), added, grid, 64, round_block)
+    for one, other in zip(ours, theirs, strict=True):
+        assert_close(one, other, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("columns", [1, 5, 96, 97, 200, 330])
+def test_factor(isa: str, columns: int) -> None:
+    """Beside torch's factor of the same matrix, in fp64; both lengths of e L beside that too."""
+    generator = torch.Generator().manual_seed(columns)
+    hessian, added = hessian_of(columns), torch.rand(columns, generator=generator) + 0.01
+    order = torch.randperm(columns, generator=generator)
+    mean = float(hessian.diagonal().mean())
+    wide = (hessian[order][:, order].double() / mean + added.double().diag()).contiguous()
+    expected = torch.linalg.cholesky(wide)
+    upper = compiled_gptq.cholesky(hessian, order, mean, added)
+    assert upper is not None
+    assert_close(upper.triu().t().double(), expected, rtol=1e-4, atol=1e-5)
+    errors = torch.randn(columns, 70, generator=generator)
+    for entries in (1, columns // 2 + 1, columns):
+        lengths = (expected.t() @ errors.double())[:entries].square().sum(0)
+        for factor in (UpperFactor(upper), LowerFactor(expected.float())):
+            found = factor.squared_lengths(errors, entries)
+            assert_close(found, lengths, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("columns", [2, 97, 250])
+def test_a_matrix_without_a_factor(isa: str, columns: int) -> None:
+    """The last direction of H is below zero, or not a number."""
+    hessian, order = hessian_of(columns), torch.arange(columns)
+    none = torch.zeros(columns)
+    assert compiled_gptq.cholesky(hessian, order, 1.0, none) is not None
+    for wrong in (-1.0, float("nan")):
+        broken = hessian.clone()
+        broken[-1, -1] = wrong
+        assert compiled_gptq.cholesky(broken, order, 1.0, none) is None
+
+
+@every_dtype
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (63, 65), (130, 70)])
+def test_columns(isa: str, rows: int, columns: int, dtype: torch.dtype) -> None:
+    weight, order = weight_of(rows, columns, dtype), torch.randperm(columns)
+    expected = weight.float()[:, order].t()
+    assert torch.equal(compiled_gptq.columns(weight, order), expected)
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -105,28 +146,24 @@ def test_rounding_to_nearest(
     weight = weight_of(37, 96, dtype)
     added = torch.linspace(0, 1, 96)
     grid = block_of(weight, args, "compiled", exact)
-    errors, shift = compiled_gptq.gptq_nearest(weight.float().t().contiguous(), added, grid)
+    errors, shift = compiled_gptq.nearest_errors(weight.float().t().contiguous(), added, grid)
     expected = weight.float() - nearest(weight, args, exact=exact, backend="reference").float()
     assert_close(errors.t().contiguous(), expected, rtol=0, atol=0)
     assert_close(shift, expected.double().square() @ added.double(), rtol=1e-5, atol=0)
 
 
 def test_threads_change_nothing(isa: str) -> None:
-    weight, hessian = weight_of(700, 128, torch.bfloat16), hessian_of(128)
+    weight, hessian = weight_of(700, 1024, torch.bfloat16), hessian_of(1024)
     before = torch.get_num_threads()
     results = []
-    lower = torch.linalg.cholesky(hessian)
-    grid = block_of(weight, FORMATS["int4_group"], "auto")
     for threads in (1, 3):
         torch.set_num_threads(threads)
         try:
-            out = torch.empty(128, 700), torch.empty(128, 700)
-            losses = torch.zeros(700, dtype=torch.float64)
-            sums, added = torch.zeros(128, 700), torch.zeros(128)
-            original = weight.float().t().contiguous()
-            compiled_gptq.gptq_block(original, lower, sums, added, grid, *out, losses)
+            given = {"order": activation_order(hessian), "rounds": 1, "backend": "compiled"}
+            results.append(solved(weight, hessian, FORMATS["int4_group"], **given))
         finally:
             torch.set_num_threads(before)
-        results.append((*out, losses))
-    for one, many in zip(*results, strict=True):
-        assert torch.equal(one, many)
+    one, many = results
+    assert torch.equal(one.weight, many.weight)
+    assert torch.equal(one.scale, many.scale)
+    assert one.loss == many.loss

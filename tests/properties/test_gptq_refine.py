@@ -53,15 +53,17 @@ def test_no_step_raises_the_error(args: QuantizationArgs, problem: dict[str, Any
     values = grid.stored(weight).float().t().contiguous()
     target = weight.float().t().contiguous()
     errors = target - values
-    run = refine_block if problem["backend"] == "reference" else compiled_gptq.refine_block
     floor = 1e-6 * weight.double().square().sum(1) * damped.diagonal().max()
     before = loss_of(target.t(), values.t(), damped)
     for group in grid.group.unique().tolist():
         columns = (grid.group == group).nonzero().flatten()
         part = slice(int(columns[0]), int(columns[-1]) + 1)
-        sums, within = (damped @ errors)[part], damped[part, part].contiguous()
         fit = grid.movable and not grid.tight
-        run(within, sums, grid.columns(part), steps, values[part], errors[part], fit)
+        if problem["backend"] == "reference":
+            sums, within = (damped @ errors)[part], damped[part, part].contiguous()
+            refine_block(within, sums, grid.columns(part), steps, values[part], errors[part], fit)
+        else:
+            compiled_gptq.refine(damped, target, grid, steps, values, fit, len(columns), part)
         after = loss_of(target.t(), values.t(), damped)
         assert bool((after <= before * (1 + 1e-6) + floor).all()), (before, after)
         before = after

@@ -13,24 +13,62 @@ if TYPE_CHECKING:
     from steelyard.kernels.gptq_grid import Grid
     from steelyard.kernels.gptq_refine import ScaleSteps
 
-__all__ = ["gptq_block", "gptq_nearest", "refine_block"]
+__all__ = ["cholesky", "columns", "eliminate", "nearest_errors", "refine", "squared_lengths"]
 
 
-def gptq_block(
-    weight: torch.Tensor,
-    lower: torch.Tensor,
-    sums: torch.Tensor,
+def cholesky(
+    hessian: torch.Tensor,
+    order: torch.Tensor,
+    mean: float,
     added: torch.Tensor,
-    grid: Grid,
-    values: torch.Tensor,
-    errors: torch.Tensor,
-    losses: torch.Tensor,
-) -> None:
-    """Fill `values` and `errors`, (columns, rows), and add to `losses`, fp64 of shape (rows,)."""
-    _gptq(weight, lower.t().contiguous(), sums, added, grid, values, errors, losses)
+    out: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    """Return U with U^T U = H / mean + diag(added), in an order; None if there is none.
+
+    Entries below the diagonal are undefined.
+
+    out: for U; may be H itself if the order is that of H
+    """
+    upper = torch.empty(hessian.shape) if out is None else out
+    given = hessian.contiguous(), order, mean, added, upper
+    found = native().cholesky(*given, instruction_set(), threads(hessian))
+    return upper if found else None
 
 
-def gptq_nearest(
+def columns(weight: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Return (out, in) as (columns, rows) in an order, fp32."""
+    ordered = torch.empty(weight.shape[1], weight.shape[0])
+    given = weight.contiguous(), order.argsort(), ordered
+    native().columns(*given, instruction_set(), threads(weight))
+    return ordered
+
+
+def squared_lengths(upper: torch.Tensor, errors: torch.Tensor, entries: int) -> torch.Tensor:
+    """Return the squared lengths of the first entries of U e; (rows,), fp64.
+
+    upper:  (columns, columns), of which the upper triangle is read
+    errors: (columns, rows)
+    """
+    lengths = torch.empty(errors.shape[1], dtype=torch.float64)
+    given = upper, errors.contiguous(), entries, lengths
+    native().squared_lengths(*given, instruction_set(), threads(errors))
+    return lengths
+
+
+def eliminate(
+    weight: torch.Tensor, upper: torch.Tensor, added: torch.Tensor, grid: Grid
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rounded weight, (columns, rows), and e H e^T of each row, fp64.
+
+    weight: (columns, rows), fp32; the last column is rounded first
+    upper:  (columns, columns), of which the upper triangle is read
+    """
+    values, losses = torch.empty_like(weight), torch.zeros(weight.shape[1], dtype=torch.float64)
+    _gptq(weight, upper, added, grid, values, None, losses)
+    return values, losses
+
+
+def nearest_errors(
     weight: torch.Tensor, added: torch.Tensor, grid: Grid
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the errors of rounding to nearest, (columns, rows), and their squares times `added`.
@@ -38,33 +76,41 @@ def gptq_nearest(
     The squares are summed over the columns: (rows,), fp64.
     """
     errors, losses = torch.empty_like(weight), torch.zeros(weight.shape[1], dtype=torch.float64)
-    _gptq(weight, None, None, added, grid, None, errors, losses)
+    _gptq(weight, None, added, grid, None, errors, losses)
     return errors, losses.neg_()
 
 
-def refine_block(
+def refine(
     hessian: torch.Tensor,
-    sums: torch.Tensor,
+    target: torch.Tensor,
     grid: Grid,
     steps: ScaleSteps,
     values: torch.Tensor,
-    errors: torch.Tensor,
     fit: bool,
+    block_size: int,
+    part: slice = slice(None),
 ) -> None:
-    """Change `values`, `errors`, (columns, rows), and the scales of the grid, in place."""
-    native().refine_block(
+    """Change `values`, (columns, rows), and the scales of the grid, in place: one round.
+
+    block_size: columns between two large products; whole groups if scales are fitted
+    part:       the columns to refine, likewise
+    """
+    first, last, _ = part.indices(len(values))
+    native().refine(
         hessian,
-        sums,
+        target,
         grid.scale,
         grid.zero_point,
         grid.group,
+        first,
+        last,
+        block_size,
         format_of(grid.args, steps.dtype, steps.divisor),
         SCALE_TYPES[grid.dtype],
         grid.divides_in_dtype,
         grid.tight,
         fit,
         values,
-        errors,
         instruction_set(),
         threads(values),
     )
@@ -72,18 +118,16 @@ def refine_block(
 
 def _gptq(
     weight: torch.Tensor,
-    lower: torch.Tensor | None,
-    sums: torch.Tensor | None,
+    upper: torch.Tensor | None,
     added: torch.Tensor,
     grid: Grid,
     values: torch.Tensor | None,
-    errors: torch.Tensor,
+    errors: torch.Tensor | None,
     losses: torch.Tensor,
 ) -> None:
-    native().gptq_block(
+    native().gptq(
         weight,
-        lower,
-        sums,
+        upper,
         added,
         grid.scale,
         grid.zero_point,

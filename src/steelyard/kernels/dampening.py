@@ -23,6 +23,9 @@ from __future__ import annotations
 
 import torch
 
+from steelyard.kernels.backend import use_compiled
+from steelyard.kernels.gptq_factor import LowerFactor, UpperFactor
+
 __all__ = ["STEPS", "held_out_dampening"]
 
 STEPS = (1.0, 3.0, 10.0, 30.0)  # times the least dampening
@@ -41,18 +44,18 @@ def held_out_dampening(even: torch.Tensor, odd: torch.Tensor, least: float) -> f
     if not (least > 0.0 and min(means) > 0.0 and max(means) < float("inf")):
         return least
     order = torch.argsort(sizes, stable=True)  # rounded from the last to the first
-    fitted = even[order][:, order].div_(means[0])
+    kind = UpperFactor if use_compiled(even) else LowerFactor
     judge = odd[order][:, order].div_(means[1])
     columns, weights = _sample(len(order))
     picked = torch.zeros(len(columns), len(order), device=even.device)
     picked[torch.arange(len(columns)), columns] = 1.0
 
     def left(step: int) -> float:
-        damped = fitted.clone()
-        damped.diagonal().add_(STEPS[step] * least)
-        lower, info = torch.linalg.cholesky_ex(damped)
-        if int(info) != 0:
+        added = torch.full((len(order),), STEPS[step] * least, device=even.device)
+        factor = kind.of(even, order, means[0], added)
+        if factor is None:
             return float("inf")
+        lower = factor.lower
         rows = torch.linalg.solve_triangular(lower, picked, upper=False, left=False)
         unexplained = ((rows @ judge) * rows).sum(1, dtype=torch.float64)
         pivots = lower.diagonal()[columns].double().square()

@@ -22,6 +22,9 @@ from __future__ import annotations
 
 import torch
 
+from steelyard.kernels import compiled_gptq
+from steelyard.kernels.backend import use_compiled
+
 __all__ = ["InputDrift"]
 
 _SAMPLE = 128  # rows at least that the factor is computed from, where there are as many
@@ -99,28 +102,37 @@ class _Factor:
     def __init__(self, hessian: torch.Tensor, ridge: float, dampening_frac: float) -> None:
         self.mean = _mean(hessian)
         self.exists = self.mean > 0.0
-        self.lower = hessian
+        self._upper = hessian  # what is below its diagonal has no meaning
         if self.exists:
             self.added = ridge / self.mean + dampening_frac
-            hessian.div_(self.mean).diagonal().add_(self.added)
-            info = torch.empty((), dtype=torch.int32, device=hessian.device)
-            torch.linalg.cholesky_ex(hessian, out=(self.lower, info))
-            self.exists = int(info) == 0
+            self.exists = _factorise(hessian, self.mean, self.added)
 
     def solved(self, moment: torch.Tensor) -> torch.Tensor:
         """Return R H^-1; two solutions from the right are faster than `cholesky_solve`."""
         half = torch.linalg.solve_triangular(
-            self.lower.t(), moment / self.mean, upper=True, left=False
+            self._upper, moment / self.mean, upper=True, left=False
         )
         found: torch.Tensor = torch.linalg.solve_triangular(
-            self.lower, half, upper=False, left=False
+            self._upper.t(), half, upper=False, left=False
         )
         return found
 
     def cost(self, fit: torch.Tensor) -> float:
         """Return tr(G H G^T), without what was added to the diagonal."""
-        long = fit @ self.lower
+        long = fit @ self._upper.triu().t()
         return self.mean * (_inner(long, long) - self.added * _inner(fit, fit))
+
+
+def _factorise(hessian: torch.Tensor, mean: float, added: float) -> bool:
+    """Overwrite H with U, U^T U = H / mean + added; return whether there is one."""
+    if use_compiled(hessian):
+        order = torch.arange(len(hessian))
+        more = torch.full((len(hessian),), added)
+        return compiled_gptq.cholesky(hessian, order, mean, more, out=hessian) is not None
+    hessian.div_(mean).diagonal().add_(added)
+    upper, info = torch.linalg.cholesky_ex(hessian, upper=True)
+    hessian.copy_(upper)
+    return int(info) == 0
 
 
 def _mean(hessian: torch.Tensor) -> float:

@@ -14,19 +14,22 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["exact_losses", "judge", "squared_lengths"]
+from steelyard.kernels.gptq_factor import Factor
+
+__all__ = ["exact_losses", "judge"]
 
 _MARGIN = 1e-3  # of a row's squared length; far above the rounding of fp32
-_HEAD = 128  # entries of the lower bound
+_HEAD = 48  # entries of the lower bound
 _SAMPLE = 256  # rows at least, where there are as many
 
 
 def judge(
-    errors: torch.Tensor,
+    target: torch.Tensor,
+    values: torch.Tensor,
     losses: torch.Tensor,
     nearest_errors: torch.Tensor,
     nearest_shift: torch.Tensor,
-    lower: torch.Tensor,
+    factor: Factor,
     hessian: torch.Tensor,
     mean: float,
     back: torch.Tensor,
@@ -34,24 +37,26 @@ def judge(
 ) -> tuple[torch.Tensor, float, float]:
     """Return the rows that gain, the loss with the others rounded to nearest, and that with all.
 
-    errors:         (columns, rows), in the order of `lower`; likewise nearest_errors
+    target:         (columns, rows), in the order of `factor`; likewise values and nearest_errors
     losses:         (rows,), fp64, e H e^T over `mean`
     nearest_shift:  (rows,), fp64, what dampening adds to the loss of rounding to nearest
     back:           (columns,), the position in that order of each column of `hessian`
     refused:        (rows,), rows that must be rounded to nearest
     """
     rows = len(losses)
-    bound = (lower[:, :_HEAD].t() @ nearest_errors).square().sum(0, dtype=torch.float64)
+    bound = factor.squared_lengths(nearest_errors, _HEAD)
     watched = ~(bound - nearest_shift - losses > _MARGIN * bound) | refused
     sample = torch.arange(0, rows, max(1, rows // _SAMPLE), device=losses.device)
     watched[sample] = True
     index = watched.nonzero().flatten()
     candidates = nearest_errors.index_select(1, index)
-    lengths = squared_lengths(candidates, lower)
+    lengths = factor.squared_lengths(candidates)
     ours, nearest = losses[index], lengths - nearest_shift[index]
     unclear = ~((nearest - ours).abs() > _MARGIN * lengths)
     if bool(unclear.any()):
-        ours[unclear] = exact_losses(errors[:, index[unclear]][back], hessian, mean)
+        rows_left = index[unclear]
+        errors = target[:, rows_left] - values[:, rows_left]
+        ours[unclear] = exact_losses(errors[back], hessian, mean)
         nearest[unclear] = exact_losses(candidates[:, unclear][back], hessian, mean)
 
     gains = (ours <= nearest) & ~refused[index]
@@ -74,15 +79,3 @@ def exact_losses(errors: torch.Tensor, hessian: torch.Tensor, mean: float) -> to
         block = slice(start, start + 256)
         losses += ((hessian[block].double() / mean) @ wide * wide[block]).sum(0)
     return losses
-
-
-def squared_lengths(errors: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
-    """Return the squared length of e L for every row; (rows,), fp64.
-
-    errors: (columns, rows), in the order of `lower`
-    """
-    lengths = torch.zeros(errors.shape[1], dtype=torch.float64, device=errors.device)
-    for start in range(0, len(errors), 128):
-        entries = lower[start:, start : start + 128].t() @ errors[start:]
-        lengths += entries.square().sum(0, dtype=torch.float64)
-    return lengths

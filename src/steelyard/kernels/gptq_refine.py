@@ -24,8 +24,8 @@ Matrices are (columns, rows) in here, as in gptq_rounding.py, in the order of th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
@@ -95,34 +95,37 @@ def refine(
     values: torch.Tensor,
     steps: ScaleSteps,
     rounds: int,
-    fast: bool,
-    kernels: ModuleType = compiled_gptq,
+    run_block: Callable[..., None] | None,
 ) -> tuple[torch.Tensor, Grid]:
     """Return stored values with a smaller error, and the grid that has their scales.
 
-    target:  (columns, rows), fp32, the weight to approximate
-    hessian: (columns, columns), fp32
-    grid:    with the columns in the order of the weight
-    values:  (columns, rows), fp32, each on the grid; changed in place
-    fast:    whether the fast kernel of `kernels` refines the blocks
+    target:    (columns, rows), fp32, the weight to approximate
+    hessian:   (columns, columns), fp32
+    grid:      with the columns in the order of the weight
+    values:    (columns, rows), fp32, each on the grid; changed in place
+    run_block: `refine_block`, or a kernel that does the same; None for the compiled one of all
+               blocks
     """
     grid = replace(grid, scale=grid.scale.clone())
-    errors = target - values
-    run = kernels.refine_block if fast else refine_block
     width = len(target) if len(grid.scale) == 1 else int((grid.group == 0).sum())
     movable = grid.movable and not grid.tight
     inside = movable and width <= _WIDEST
     block_size = max(_BLOCK // width * width, width) if inside else _BLOCK
     for _ in range(rounds):
+        errors = target - values  # again, without the rounding errors of many small steps
         if movable and not inside:
             for group in range(len(grid.scale)):
                 _fit_wide(hessian, grid, steps, values, errors, (grid.group == group).nonzero())
+        if run_block is None:
+            compiled_gptq.refine(hessian, target, grid, steps, values, inside, block_size)
+            continue
         for start in range(0, len(target), block_size):
             block = slice(start, min(start + block_size, len(target)))
             sums = hessian[block] @ errors
             within = hessian[block, block].contiguous()
-            run(within, sums, grid.columns(block), steps, values[block], errors[block], inside)
-        torch.sub(target, values, out=errors)  # without the rounding errors of many small steps
+            run_block(
+                within, sums, grid.columns(block), steps, values[block], errors[block], inside
+            )
     return values, grid
 
 

@@ -19,8 +19,8 @@ are in reverse: the column to be rounded first comes last.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,10 +29,10 @@ from steelyard.errors import StrategyError
 from steelyard.kernels import compiled_gptq
 from steelyard.kernels.backend import use_compiled, use_triton
 from steelyard.kernels.gptq_checks import check_problem
-from steelyard.kernels.gptq_factor import factorise
+from steelyard.kernels.gptq_factor import Factor, LowerFactor, UpperFactor, factorise
 from steelyard.kernels.gptq_grid import Grid
-from steelyard.kernels.gptq_loss import exact_losses, judge, squared_lengths
-from steelyard.kernels.gptq_refine import ScaleSteps, refine
+from steelyard.kernels.gptq_loss import exact_losses, judge
+from steelyard.kernels.gptq_refine import ScaleSteps, refine, refine_block
 
 if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationArgs
@@ -132,8 +132,9 @@ def solve(
 
     grid = Grid.of(weight, scale, zero_point, args, global_scale, exact, backend)
     native = use_compiled(weight, backend)
-    fast = native or use_triton(weight, backend)
-    kernels = compiled_gptq if native or not fast else _triton_blocks()
+    blocks: tuple[Callable[..., None], Callable[..., None]] = (round_block, refine_block)
+    if not native and use_triton(weight, backend):
+        blocks = _triton_blocks()
     dead = int((hessian.diagonal() == 0).sum())
     result = GPTQResult(weight, scale, 0.0, 0.0, dampening_frac, dead, len(weight))
     if dead == len(hessian):
@@ -145,27 +146,30 @@ def solve(
     back = reverse.argsort()
     # divided by the mean, so that neither huge nor tiny inputs leave the range of fp32
     mean = float(hessian.diagonal().double().sum()) / (len(hessian) - dead)
-    lower, added, frac = factorise(hessian, reverse, mean, dampening_frac)
+    factor, added, frac = factorise(
+        hessian, reverse, mean, dampening_frac, UpperFactor if native else LowerFactor
+    )
     result = replace(result, dampening_frac=frac)
-    original = _reordered(weight, reverse)
+    reordered = compiled_gptq.columns if native else _reordered
+    original = reordered(weight, reverse)
     nearest_errors, nearest_shift = (
-        compiled_gptq.gptq_nearest(original, added, grid.reordered(reverse))
+        compiled_gptq.nearest_errors(original, added, grid.reordered(reverse))
         if native
         else _nearest_errors(weight, original, reverse, added, grid)
     )
     if target is not None:
-        wanted = _reordered(target.detach(), reverse)
+        wanted = reordered(target.detach(), reverse)
         nearest_errors += wanted - original
         nearest_shift = _damping(nearest_errors, added)
         original = wanted
-    if lower is None:
+    if factor is None:
         loss = mean * float(exact_losses(nearest_errors[back], hessian, mean).sum())
         reason = f"the Hessian has no Cholesky factor, even with dampening_frac={frac:g}"
         rounded = grid.round_to_nearest(weight)
         return replace(result, weight=rounded, loss=loss, nearest_loss=loss, fallback=reason)
 
-    values, errors, losses = eliminate(
-        original, lower, added, grid.reordered(reverse), block_size, fast, kernels
+    values, losses = eliminate(
+        original, factor, added, grid.reordered(reverse), block_size, blocks[0]
     )
     found, refined = grid, scale
     if rounds:
@@ -173,24 +177,31 @@ def solve(
         damped.diagonal().add_(added[back])
         steps = ScaleSteps.of(args, scale, global_scale)
         again, moved = refine(
-            original[back], damped, grid, values[back], steps, rounds, fast, kernels
+            original[back],
+            damped,
+            grid,
+            values[back],
+            steps,
+            rounds,
+            None if native else blocks[1],
         )
         again = again.index_select(0, reverse)
         off = original - again
-        refined_losses = squared_lengths(off, lower) - _damping(off, added)  # with the undamped H
+        refined_losses = factor.squared_lengths(off) - _damping(off, added)  # with the undamped H
         gains = refined_losses < losses
-        values, errors = torch.where(gains, again, values), torch.where(gains, off, errors)
+        values = torch.where(gains, again, values)
         losses = torch.where(gains, refined_losses, losses)
         refined = grid.with_rows(scale, steps.stored(moved.scale).t(), gains)
         found = Grid.of(weight, refined, zero_point, args, global_scale, exact, backend)
     rounded = values.to(weight.dtype).index_select(0, back).t().contiguous()
     rounded += 0.0  # turns -0.0 into 0.0
     better, loss, nearest_loss = judge(
-        errors,
+        original,
+        values,
         losses,
         nearest_errors,
         nearest_shift,
-        lower,
+        factor,
         hessian,
         mean,
         back,
@@ -211,28 +222,30 @@ def solve(
 
 def eliminate(
     weight: torch.Tensor,
-    lower: torch.Tensor,
+    factor: Factor,
     added: torch.Tensor,
     grid: Grid,
     block_size: int,
-    fast: bool,
-    kernels: ModuleType = compiled_gptq,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the rounded weight and its errors, (columns, rows), and e H e^T of each row, fp64.
+    run_block: Callable[..., None],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rounded weight, (columns, rows), and e H e^T of each row, fp64.
 
-    weight: (columns, rows), fp32; the last column is rounded first
-    lower:  (columns, columns), the factor of H + diag(added)
-    fast:   whether the fast kernel of `kernels` rounds the blocks
+    weight:    (columns, rows), fp32; the last column is rounded first
+    factor:    of H + diag(added); the compiled one has its own kernel for all blocks
+    run_block: `round_block`, or a kernel that does the same
     """
+    if isinstance(factor, UpperFactor):
+        return compiled_gptq.eliminate(weight, factor.upper, added, grid)
+    assert isinstance(factor, LowerFactor)
+    lower = factor.lower
     values, errors = torch.empty_like(weight), torch.empty_like(weight)
     losses = torch.zeros(weight.shape[1], dtype=torch.float64, device=weight.device)
-    run = kernels.gptq_block if fast else round_block
     for stop in range(len(weight), 0, -block_size):
         block = slice(max(stop - block_size, 0), stop)
         sums = lower[stop:, block].t() @ errors[stop:]
         part = (weight[block], lower[block, block], sums, added[block], grid.columns(block))
-        run(*part, values[block], errors[block], losses)
-    return values, errors, losses
+        run_block(*part, values[block], errors[block], losses)
+    return values, losses
 
 
 def round_block(
@@ -254,10 +267,10 @@ def round_block(
         losses += entry.double().square() - added[j] * errors[j].double().square()
 
 
-def _triton_blocks() -> ModuleType:
+def _triton_blocks() -> tuple[Callable[..., None], Callable[..., None]]:
     from steelyard.kernels import triton_blocks
 
-    return triton_blocks
+    return triton_blocks.gptq_block, triton_blocks.refine_block
 
 
 def _nearest_errors(

@@ -1,4 +1,4 @@
-"""Triton's kernels of GPTQ behind the signatures of `kernels.compiled_gptq`."""
+"""Triton's kernels of GPTQ behind the signatures of the reference."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def gptq_block(
     errors: torch.Tensor,
     losses: torch.Tensor,
 ) -> None:
-    """As `kernels.compiled_gptq.gptq_block`."""
+    """As `kernels.gptq_rounding.round_block`."""
     columns, rows = weight.shape
     if columns > _WIDEST:
         from steelyard.kernels.gptq_rounding import round_block
@@ -73,7 +73,7 @@ def refine_block(
     errors: torch.Tensor,
     fit: bool,
 ) -> None:
-    """As `kernels.compiled_gptq.refine_block`."""
+    """As `kernels.gptq_refine.refine_block`."""
     columns, rows = values.shape
     if columns > _WIDEST:
         from steelyard.kernels.gptq_refine import refine_block as reference

@@ -97,41 +97,66 @@ struct PackProblem {
     double* errors;  // squared error per row, or null
 };
 
-// One block of columns, the last of which is rounded first. Matrices are (columns, rows): a column of
-// the weight is contiguous.
+// Factorises H / mean + diag(added), with rows and columns in an order.
+struct CholeskyProblem {
+    int64_t size;
+    const float* hessian;  // (size, size)
+    const int64_t* order;  // (size,)
+    float mean;
+    const float* added;  // (size,), in the order
+    float* upper;        // (size, size), of which the upper triangle is written
+};
+
+// A weight as GPTQ takes it: (columns, rows) in an order, fp32.
+struct ColumnsProblem {
+    int64_t rows, columns;
+    const void* weight;  // (rows, columns)
+    Type type;
+    const int64_t* place;  // (columns,), of each column in the order
+    float* ordered;        // (columns, rows)
+};
+
+// The last column is rounded first. Matrices are (columns, rows): a column of the weight is contiguous.
 struct GptqProblem {
     int64_t rows, columns;
     Type type;  // of the weight; values are rounded to it
     Format format;
     const float* weight;
-    const float* lower;  // (columns, columns), the factor's diagonal block, transposed; null rounds
-                         // to nearest, in which case there are no sums and no values either
+    const float* upper;  // (columns, columns), U with U^T U = H, its lower triangle undefined; null
+                         // rounds to nearest, in which case there are no values either
     bool round_quotient;  // as in PackProblem
     bool tight;           // check that each value packs to its own code
-    const float* sums;    // of the errors of earlier blocks, each times its entry of the factor
     const float* added;  // (columns,), what was added to the Hessian's diagonal
     const float* scale;  // (groups, rows), divided by the global scale
     const float* zero_point;  // as scale, or null
     const int64_t* group;     // (columns,)
     float* values;
-    float* errors;
+    float* errors;   // may be null, unless values is
     double* losses;  // (rows,), added to
 };
 
-// One block of whole groups after GPTQ, or of columns without scales that move.
+// The squared lengths of U e, or of its first entries.
+struct LengthsProblem {
+    int64_t rows, columns, entries;
+    const float* upper;   // as in GptqProblem
+    const float* errors;  // (columns, rows)
+    double* lengths;      // (rows,)
+};
+
+// One round over columns after GPTQ, in blocks of whole groups, or of columns without scales that move.
 struct RefineProblem {
     int64_t rows, columns;
+    int64_t first, last, block;  // columns to refine, and how many between two large products
     Type type;
     Format format;         // of the codes, and of the scales as they are stored
     const float* hessian;  // (columns, columns)
-    const float* sums;     // (columns, rows), the Hessian times the errors, over all columns
+    const float* target;   // (columns, rows)
     bool round_quotient, tight;  // as in GptqProblem
     bool fit;                    // whether scales move
     float* scale;                // (groups, rows), divided by the global scale
     const float* zero_point;     // as scale, or null
     const int64_t* group;        // (columns,)
     float* values;               // (columns, rows)
-    float* errors;               // as values
 };
 
 // Rows of a matrix, from one of its columns to the last.
@@ -174,8 +199,11 @@ struct Table {
     void (*optimal)(const OptimalProblem&, int threads);
     void (*sum_squares)(const View&, float* sums, int threads);
     void (*pack)(const PackProblem&, int threads);
-    void (*gptq_block)(const GptqProblem&, int threads);
-    void (*refine_block)(const RefineProblem&, int threads);
+    bool (*cholesky)(const CholeskyProblem&, int threads);
+    void (*columns)(const ColumnsProblem&, int threads);
+    void (*gptq)(const GptqProblem&, int threads);
+    void (*squared_lengths)(const LengthsProblem&, int threads);
+    void (*refine)(const RefineProblem&, int threads);
     void (*products)(const ProductProblem&);  // null: none
     void (*histogram)(const View&, int64_t* histogram, int threads);
     void (*range_costs)(const RangeCosts&, int threads);

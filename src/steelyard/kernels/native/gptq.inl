@@ -1,7 +1,8 @@
-// One block of columns of the GPTQ elimination: the same arithmetic as round_block in gptq_rounding.py.
+// The GPTQ elimination: the same arithmetic as round_block in gptq_rounding.py.
 //
 // Rows are independent, so a vector holds the same column of LANES rows: rounding, error
-// and update are then plain vector arithmetic, and only the factor's entries are scalars.
+// and update are then plain vector arithmetic, and only the factor's entries are scalars. A tile of
+// rows goes through all columns, so that its errors stay in the cache.
 
 // Rounds to the weight's type, saturating at its largest value.
 template <Type TYPE>
@@ -18,9 +19,39 @@ static inline vf held(vf a) {
     return a;
 }
 
-constexpr int GPTQ_VECTORS = 4;
+constexpr int64_t SQUARE = 64;  // rows and columns that are transposed in the nearest cache
+
+template <class T>
+static void read_columns(const ColumnsProblem& p, int threads) {
+    parallel_for((p.rows + SQUARE - 1) / SQUARE, 1, threads, [&](int64_t begin, int64_t) {
+        const int64_t row = begin * SQUARE, height = std::min(SQUARE, p.rows - row);
+        float square[SQUARE][SQUARE + 1];
+        for (int64_t left = 0; left < p.columns; left += SQUARE) {
+            const int64_t width = std::min(SQUARE, p.columns - left);
+            for (int64_t r = 0; r < height; ++r) {
+                const T* from = static_cast<const T*>(p.weight) + (row + r) * p.columns + left;
+                for (int64_t c = 0; c < width; ++c) square[r][c] = widen(from[c]);
+            }
+            for (int64_t c = 0; c < width; ++c) {
+                float* to = p.ordered + p.place[left + c] * p.rows + row;
+                for (int64_t r = 0; r < height; ++r) to[r] = square[r][c];
+            }
+        }
+    });
+}
+
+static void columns(const ColumnsProblem& p, int threads) {
+    switch (p.type) {
+        case Type::f32: read_columns<float>(p, threads); break;
+        case Type::f16: read_columns<half_t>(p, threads); break;
+        case Type::bf16: read_columns<bfloat_t>(p, threads); break;
+    }
+}
+
+constexpr int GPTQ_VECTORS = STRIP_VECTORS;
 constexpr int GPTQ_AHEAD = 6;
-constexpr int GPTQ_TILE = GPTQ_VECTORS * LANES;
+constexpr int GPTQ_TILES = 4;  // that go through the columns together
+constexpr int GPTQ_TILE = TILE_WIDTH;
 
 // One column of a tile: values of `n` rows, the rest filled up.
 struct Strip {
@@ -70,43 +101,46 @@ struct Stored {
     }
 };
 
-// s_j of a tile, given the errors of the columns behind column j.
-static Strip gptq_sum(const GptqProblem& p, int64_t j, int64_t row, int64_t n, const float* errors) {
-    const float* lower = p.lower + j * p.columns;
-    Strip sum = Strip::read(p.sums + j * p.rows + row, n, 0.0f), odd{};
-    int64_t i = p.columns - 1;
-    for (; i - 1 > j; i -= 2) {  // two chains of additions, to hide their latency
-        const float *even_error = errors + i * GPTQ_TILE, *odd_error = even_error - GPTQ_TILE;
-        for (int v = 0; v < GPTQ_VECTORS; ++v) {
-            sum.at[v] += load(even_error + v * LANES) * lower[i];
-            odd.at[v] += load(odd_error + v * LANES) * lower[i - 1];
-        }
-    }
-    for (int v = 0; v < GPTQ_VECTORS; ++v) {
-        if (i > j) odd.at[v] += load(errors + i * GPTQ_TILE + v * LANES) * lower[i];
-        sum.at[v] += odd.at[v];
-    }
-    return sum;
+// s_j of a tile for some columns that follow each other, as far as errors of the columns behind them go.
+static void gptq_sums(const GptqProblem& p, int64_t first, int64_t last, const float* errors, float* sums) {
+    std::fill(sums, sums + (last - first) * GPTQ_TILE, 0.0f);
+    add_to_tile(p.upper + first * p.columns + last, p.columns, 1, errors + last * GPTQ_TILE, last - first,
+                p.columns - last, sums);
 }
 
+// Some rows, on their way through the columns.
+struct GptqTile {
+    int64_t row, n;
+    float* errors;          // (columns, GPTQ_TILE)
+    Strip lengths, shift;  // the squares of e L, and how much of them is dampening
+};
+
 template <Type TYPE>
-static void gptq_tile(const GptqProblem& p, const Rounding& r, int64_t row, float* errors) {
-    const int64_t n = std::min<int64_t>(GPTQ_TILE, p.rows - row);
-    const bool nearest = p.lower == nullptr;
-    Strip lengths{}, shift{};  // the squares of e L, and how much of them is dampening
-    for (int64_t j = p.columns - 1; j >= 0; --j) {
+static void gptq_panel(const GptqProblem& p, const Rounding& r, int64_t first, int64_t last, GptqTile& t) {
+    const bool nearest = p.upper == nullptr;
+    const int64_t row = t.row, n = t.n;
+    float sums[PANEL_SUMS * GPTQ_TILE];
+    if (!nearest) gptq_sums(p, first, last, t.errors, sums);
+    for (int64_t j = last - 1; j >= first; --j) {
         if (j >= GPTQ_AHEAD) {  // columns lie too far apart for the hardware prefetcher
             const int64_t ahead = (j - GPTQ_AHEAD) * p.rows + row;
             for (int64_t k = 0; k < n; k += 16) {
                 __builtin_prefetch(p.weight + ahead + k);
-                __builtin_prefetch(p.errors + ahead + k, 1);
-                if (nearest) continue;
-                __builtin_prefetch(p.sums + ahead + k);
-                __builtin_prefetch(p.values + ahead + k, 1);
+                __builtin_prefetch((nearest ? p.errors : p.values) + ahead + k, 1);
             }
         }
-        const Strip sum = nearest ? Strip{} : gptq_sum(p, j, row, n, errors);
-        const float pivot = nearest ? 1.0f : p.lower[j * p.columns + j];
+        Strip sum{};
+        float pivot = 1.0f;
+        if (!nearest) {
+            const float* factors = p.upper + j * p.columns;
+            pivot = factors[j];
+            sum = Strip::read(sums + (j - first) * GPTQ_TILE, GPTQ_TILE, 0.0f);
+            for (int64_t i = j + 1; i < last; ++i) {
+                for (int v = 0; v < GPTQ_VECTORS; ++v) {
+                    sum.at[v] += load(t.errors + i * GPTQ_TILE + v * LANES) * factors[i];
+                }
+            }
+        }
         const int64_t parameter = p.group[j] * p.rows + row;
         const Strip weight = Strip::read(p.weight + j * p.rows + row, n, 0.0f);
         const Strip scale = Strip::read(p.scale + parameter, n, 1.0f);
@@ -121,34 +155,45 @@ static void gptq_tile(const GptqProblem& p, const Rounding& r, int64_t row, floa
             value.at[v] = codes.decode(p.tight && !nearest ? codes.kept_near(q, y) : q);
             error.at[v] = weight.at[v] - value.at[v];
             const vf entry = error.at[v] * pivot + sum.at[v];
-            lengths.at[v] += entry * entry;
-            shift.at[v] += error.at[v] * error.at[v] * p.added[j];
+            t.lengths.at[v] += entry * entry;
+            t.shift.at[v] += error.at[v] * error.at[v] * p.added[j];
         }
-        error.write(p.errors + j * p.rows + row, n);
+        if (p.errors != nullptr) error.write(p.errors + j * p.rows + row, n);
         if (nearest) continue;
         value.write(p.values + j * p.rows + row, n);
-        error.write(errors + j * GPTQ_TILE, GPTQ_TILE);
+        error.write(t.errors + j * GPTQ_TILE, GPTQ_TILE);
     }
-    float sums[2][GPTQ_TILE];
-    lengths.write(sums[0], GPTQ_TILE);
-    shift.write(sums[1], GPTQ_TILE);
-    for (int64_t k = 0; k < n; ++k) {
-        p.losses[row + k] += (nearest ? 0.0 : double(sums[0][k])) - double(sums[1][k]);
+    for (int64_t k = 0; k < n; ++k) {  // fp32 holds the terms of a panel, fp64 their sum
+        const double length = nearest ? 0.0 : double(t.lengths.at[k / LANES][k % LANES]);
+        p.losses[row + k] += length - double(t.shift.at[k / LANES][k % LANES]);
+    }
+    t.lengths = t.shift = Strip{};
+}
+
+// Several tiles go through a panel of columns after each other, while its part of the factor is near.
+template <Type TYPE>
+static void gptq_tiles(const GptqProblem& p, const Rounding& r, int64_t begin, int64_t end) {
+    const int64_t size = p.upper != nullptr ? p.columns * GPTQ_TILE : 0;
+    std::vector<float> errors((end - begin) * size);
+    std::vector<GptqTile> tiles;
+    for (int64_t row = begin * GPTQ_TILE; row < std::min(p.rows, end * GPTQ_TILE); row += GPTQ_TILE) {
+        float* own = errors.data() + tiles.size() * size;
+        tiles.push_back({row, std::min<int64_t>(GPTQ_TILE, p.rows - row), own, Strip{}, Strip{}});
+    }
+    for (int64_t last = p.columns; last > 0; last -= PANEL_SUMS) {
+        const int64_t first = std::max<int64_t>(last - PANEL_SUMS, 0);
+        for (GptqTile& tile : tiles) gptq_panel<TYPE>(p, r, first, last, tile);
     }
 }
 
-static void gptq_block(const GptqProblem& p, int threads) {
+static void gptq(const GptqProblem& p, int threads) {
     const Rounding r(p.format);
     const int64_t tiles = (p.rows + GPTQ_TILE - 1) / GPTQ_TILE;
-    parallel_for(tiles, 1, threads, [&](int64_t begin, int64_t end) {
-        std::vector<float> errors(p.lower != nullptr ? p.columns * GPTQ_TILE : 0);
-        for (int64_t tile = begin; tile < end; ++tile) {
-            const int64_t row = tile * GPTQ_TILE;
-            switch (p.type) {
-                case Type::f32: gptq_tile<Type::f32>(p, r, row, errors.data()); break;
-                case Type::f16: gptq_tile<Type::f16>(p, r, row, errors.data()); break;
-                case Type::bf16: gptq_tile<Type::bf16>(p, r, row, errors.data()); break;
-            }
+    parallel_for(tiles, GPTQ_TILES, threads, [&](int64_t begin, int64_t end) {
+        switch (p.type) {
+            case Type::f32: gptq_tiles<Type::f32>(p, r, begin, end); break;
+            case Type::f16: gptq_tiles<Type::f16>(p, r, begin, end); break;
+            case Type::bf16: gptq_tiles<Type::bf16>(p, r, begin, end); break;
         }
     });
 }

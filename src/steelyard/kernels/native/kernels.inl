@@ -49,6 +49,10 @@ namespace {
 
 #include "pack.inl"
 
+#include "tiles.inl"
+
+#include "cholesky.inl"
+
 #include "gptq.inl"
 
 #include "refine.inl"
@@ -65,7 +69,8 @@ constexpr void (*products)(const ProductProblem&) = nullptr;
 const Table JOIN(STEELYARD_ISA, _table) = {
     TEXT(STEELYARD_ISA),    STEELYARD_ISA::range,       STEELYARD_ISA::qparams, STEELYARD_ISA::search,
     STEELYARD_ISA::optimal, STEELYARD_ISA::sum_squares, STEELYARD_ISA::pack,
-    STEELYARD_ISA::gptq_block, STEELYARD_ISA::refine_block, STEELYARD_ISA::products,
+    STEELYARD_ISA::cholesky, STEELYARD_ISA::columns, STEELYARD_ISA::gptq, STEELYARD_ISA::squared_lengths,
+    STEELYARD_ISA::refine, STEELYARD_ISA::products,
     STEELYARD_ISA::histogram,  STEELYARD_ISA::range_costs,
 };
 

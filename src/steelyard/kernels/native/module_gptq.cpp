@@ -1,5 +1,6 @@
 // The kernels of GPTQ, and of its Hessians, as Python calls them.
 
+#include <algorithm>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -18,13 +19,68 @@
 namespace steelyard {
 namespace {
 
-void gptq_block(ConstFloats weight, std::optional<ConstFloats> lower, std::optional<ConstFloats> sums,
-                ConstFloats added, ConstFloats scale, std::optional<ConstFloats> zero_point,
-                Indices group, const Format& format, int type, bool round_quotient, bool tight,
-                std::optional<Floats> values, Floats errors, Doubles losses, const std::string& isa,
-                int threads) {
-    if (lower.has_value() != sums.has_value() || lower.has_value() != values.has_value()) {
-        throw std::invalid_argument("lower, sums and values go together");
+bool cholesky(ConstFloats hessian, Indices order, float mean, ConstFloats added, Floats upper,
+              const std::string& isa, int threads) {
+    require_matrix(hessian, "hessian");
+    CholeskyProblem p{};
+    p.size = int64_t(hessian.shape(0));
+    require_size(hessian, p.size * p.size, "hessian");
+    require_size(upper, p.size * p.size, "upper");
+    require_size(added, p.size, "added");
+    require_groups(order, p.size, p.size);
+    p.hessian = hessian.data();
+    p.order = order.data();
+    p.mean = mean;
+    p.added = added.data();
+    p.upper = upper.data();
+    const Table& table = require_table(isa);
+    nb::gil_scoped_release release;
+    return table.cholesky(p, threads);
+}
+
+void columns(const Tensor& weight, Indices place, Floats ordered, const std::string& isa, int threads) {
+    require_matrix(weight, "weight");
+    ColumnsProblem p{};
+    p.rows = int64_t(weight.shape(0));
+    p.columns = int64_t(weight.shape(1));
+    if (weight.stride(1) != 1 || weight.stride(0) != p.columns) {
+        throw std::invalid_argument("weight must be contiguous");
+    }
+    require_groups(place, p.columns, p.columns);
+    require_size(ordered, p.rows * p.columns, "ordered");
+    p.weight = weight.data();
+    p.type = type_of(weight);
+    p.place = place.data();
+    p.ordered = ordered.data();
+    const Table& table = require_table(isa);
+    nb::gil_scoped_release release;
+    table.columns(p, threads);
+}
+
+void squared_lengths(ConstFloats upper, ConstFloats errors, int64_t entries, Doubles lengths,
+                     const std::string& isa, int threads) {
+    require_matrix(errors, "errors");
+    LengthsProblem p{};
+    p.columns = int64_t(errors.shape(0));
+    p.rows = int64_t(errors.shape(1));
+    require_size(upper, p.columns * p.columns, "upper");
+    require_size(lengths, p.rows, "lengths");
+    if (entries < 0 || entries > p.columns) throw std::invalid_argument("no such entries");
+    p.entries = entries;
+    p.upper = upper.data();
+    p.errors = errors.data();
+    p.lengths = lengths.data();
+    const Table& table = require_table(isa);
+    nb::gil_scoped_release release;
+    table.squared_lengths(p, threads);
+}
+
+void gptq(ConstFloats weight, std::optional<ConstFloats> upper, ConstFloats added, ConstFloats scale,
+          std::optional<ConstFloats> zero_point, Indices group, const Format& format, int type,
+          bool round_quotient, bool tight, std::optional<Floats> values, std::optional<Floats> errors,
+          Doubles losses, const std::string& isa, int threads) {
+    if (upper.has_value() != values.has_value() || (!values && !errors)) {
+        throw std::invalid_argument("upper and values go together, and errors without them");
     }
     require_matrix(weight, "weight");
     require_matrix(scale, "scale");
@@ -33,38 +89,35 @@ void gptq_block(ConstFloats weight, std::optional<ConstFloats> lower, std::optio
     p.columns = int64_t(weight.shape(0));
     p.rows = int64_t(weight.shape(1));
     const int64_t size = p.columns * p.rows, groups = int64_t(scale.shape(0));
-    if (lower) require_size(*lower, p.columns * p.columns, "lower");
-    if (sums) require_size(*sums, size, "sums");
+    if (upper) require_size(*upper, p.columns * p.columns, "upper");
     if (values) require_size(*values, size, "values");
     require_size(added, p.columns, "added");
     require_size(scale, groups * p.rows, "scale");
     if (zero_point) require_size(*zero_point, groups * p.rows, "zero_point");
     require_groups(group, p.columns, groups);
-    require_size(errors, size, "errors");
+    if (errors) require_size(*errors, size, "errors");
     require_size(losses, p.rows, "losses");
     p.type = Type(type);
     p.format = format;
     p.weight = weight.data();
-    p.lower = lower ? lower->data() : nullptr;
+    p.upper = upper ? upper->data() : nullptr;
     p.round_quotient = round_quotient;
     p.tight = tight;
-    p.sums = sums ? sums->data() : nullptr;
     p.added = added.data();
     p.scale = scale.data();
     p.zero_point = zero_point ? zero_point->data() : nullptr;
     p.group = group.data();
     p.values = values ? values->data() : nullptr;
-    p.errors = errors.data();
+    p.errors = errors ? errors->data() : nullptr;
     p.losses = losses.data();
     const Table& table = require_table(isa);
     nb::gil_scoped_release release;
-    table.gptq_block(p, threads);
+    table.gptq(p, threads);
 }
 
-void refine_block(ConstFloats hessian, ConstFloats sums, Floats scale,
-                  std::optional<ConstFloats> zero_point, Indices group, const Format& format, int type,
-                  bool round_quotient, bool tight, bool fit, Floats values, Floats errors,
-                  const std::string& isa, int threads) {
+void refine(ConstFloats hessian, ConstFloats target, Floats scale, std::optional<ConstFloats> zero_point,
+            Indices group, int64_t first, int64_t last, int64_t block, const Format& format, int type,
+            bool round_quotient, bool tight, bool fit, Floats values, const std::string& isa, int threads) {
     require_matrix(values, "values");
     require_matrix(scale, "scale");
     if (type < 0 || type > int(Type::bf16)) throw std::invalid_argument("no such type");
@@ -73,15 +126,19 @@ void refine_block(ConstFloats hessian, ConstFloats sums, Floats scale,
     p.rows = int64_t(values.shape(1));
     const int64_t groups = int64_t(scale.shape(0));
     require_size(hessian, p.columns * p.columns, "hessian");
-    require_size(sums, p.columns * p.rows, "sums");
-    require_size(errors, p.columns * p.rows, "errors");
+    require_size(target, p.columns * p.rows, "target");
+    if (block < 1) throw std::invalid_argument("a block must have columns");
+    if (first < 0 || first > last || last > p.columns) throw std::invalid_argument("no such columns");
     require_size(scale, groups * p.rows, "scale");
     if (zero_point) require_size(*zero_point, groups * p.rows, "zero_point");
     require_groups(group, p.columns, groups);
     p.type = Type(type);
     p.format = format;
     p.hessian = hessian.data();
-    p.sums = sums.data();
+    p.target = target.data();
+    p.first = first;
+    p.last = last;
+    p.block = std::min(block, p.columns);
     p.round_quotient = round_quotient;
     p.tight = tight;
     p.fit = fit;
@@ -89,10 +146,9 @@ void refine_block(ConstFloats hessian, ConstFloats sums, Floats scale,
     p.zero_point = zero_point ? zero_point->data() : nullptr;
     p.group = group.data();
     p.values = values.data();
-    p.errors = errors.data();
     const Table& table = require_table(isa);
     nb::gil_scoped_release release;
-    table.refine_block(p, threads);
+    table.refine(p, threads);
 }
 
 void require_rows(const Tensor& x, const char* name) {
@@ -139,15 +195,20 @@ void products(const std::optional<Tensor>& left, const Tensor& right, std::vecto
 }  // namespace
 
 void bind_gptq(nb::module_& m) {
-    m.def("gptq_block", &gptq_block, nb::arg("weight"), nb::arg("lower").none(),
-          nb::arg("sums").none(), nb::arg("added"), nb::arg("scale"), nb::arg("zero_point").none(),
-          nb::arg("group"), nb::arg("format"), nb::arg("type"), nb::arg("round_quotient"),
-          nb::arg("tight"), nb::arg("values").none(), nb::arg("errors"), nb::arg("losses"),
-          nb::arg("isa"), nb::arg("threads"));
-    m.def("refine_block", &refine_block, nb::arg("hessian"), nb::arg("sums"), nb::arg("scale"),
+    m.def("cholesky", &cholesky, nb::arg("hessian"), nb::arg("order"), nb::arg("mean"), nb::arg("added"),
+          nb::arg("upper"), nb::arg("isa"), nb::arg("threads"));
+    m.def("columns", &columns, nb::arg("weight"), nb::arg("place"), nb::arg("ordered"), nb::arg("isa"),
+          nb::arg("threads"));
+    m.def("squared_lengths", &squared_lengths, nb::arg("upper"), nb::arg("errors"), nb::arg("entries"),
+          nb::arg("lengths"), nb::arg("isa"), nb::arg("threads"));
+    m.def("gptq", &gptq, nb::arg("weight"), nb::arg("upper").none(), nb::arg("added"), nb::arg("scale"),
           nb::arg("zero_point").none(), nb::arg("group"), nb::arg("format"), nb::arg("type"),
-          nb::arg("round_quotient"), nb::arg("tight"), nb::arg("fit"), nb::arg("values"),
-          nb::arg("errors"), nb::arg("isa"), nb::arg("threads"));
+          nb::arg("round_quotient"), nb::arg("tight"), nb::arg("values").none(),
+          nb::arg("errors").none(), nb::arg("losses"), nb::arg("isa"), nb::arg("threads"));
+    m.def("refine", &refine, nb::arg("hessian"), nb::arg("target"), nb::arg("scale"),
+          nb::arg("zero_point").none(), nb::arg("group"), nb::arg("first"), nb::arg("last"),
+          nb::arg("block"), nb::arg("format"), nb::arg("type"), nb::arg("round_quotient"),
+          nb::arg("tight"), nb::arg("fit"), nb::arg("values"), nb::arg("isa"), nb::arg("threads"));
     m.def("products", &products, nb::arg("left").none(), nb::arg("right"), nb::arg("slabs"),
           nb::arg("rows"), nb::arg("isa"));
 }

@@ -1,4 +1,4 @@
-// Scales and codes of a block of columns after GPTQ: the arithmetic of refine_block in gptq_refine.py.
+// Scales and codes after GPTQ: the arithmetic of refine_block in gptq_refine.py.
 //
 // As in gptq.inl, a vector holds the same column of LANES rows. A row that does not gain takes a step
 // of zero, and a vector of zeros is not added: most codes stop changing after the first round.
@@ -47,13 +47,18 @@ template <Type TYPE>
 struct RefineTile {
     const RefineProblem& p;
     const Rounding& r;
-    int64_t row, n;
-    std::vector<float> sums, values, became, step, product;  // (columns, GPTQ_TILE)
+    int64_t row, n, start, columns;  // of the tile, and of the block
+    std::vector<float> errors;       // of all columns, (columns, GPTQ_TILE)
+    std::vector<float> sums, values, became, step, product;  // of the block, likewise
 
     RefineTile(const RefineProblem& problem, const Rounding& rounding)
-        : p(problem), r(rounding), row(0), n(0) {
-        for (auto* each : {&sums, &values, &became, &step, &product}) each->resize(p.columns * GPTQ_TILE);
+        : p(problem), r(rounding), row(0), n(0), start(0), columns(0) {
+        errors.resize(p.columns * GPTQ_TILE);
+        for (auto* each : {&sums, &values, &became, &step, &product}) each->resize(p.block * GPTQ_TILE);
     }
+
+    const float* hessian(int64_t j) const { return p.hessian + (start + j) * p.columns + start; }
+    const int64_t* group_of(int64_t j) const { return p.group + start + j; }
 
     vf at(const std::vector<float>& m, int64_t j, int v) const {
         return load(m.data() + j * GPTQ_TILE + v * LANES);
@@ -72,8 +77,8 @@ struct RefineTile {
     // H e of the columns from `from` on, after column j has moved.
     void subtract(int64_t j, int v, vf moved, int64_t from) {
         if (!any(moved)) return;
-        const float* h = p.hessian + j * p.columns;
-        for (int64_t k = from; k < p.columns; ++k) put(sums, k, v, at(sums, k, v) - moved * h[k]);
+        const float* h = hessian(j);
+        for (int64_t k = from; k < columns; ++k) put(sums, k, v, at(sums, k, v) - moved * h[k]);
     }
 
     // Replaces the values by `became` in rows that gain.
@@ -89,7 +94,7 @@ struct RefineTile {
     void multiply(const std::vector<float>& m, int64_t first, int64_t last, int v) {
         int64_t k = first;
         for (; k + REFINE_SUMS <= last; k += REFINE_SUMS) {  // several sums, to hide their latency
-            const float* h = p.hessian + k * p.columns;
+            const float* h = hessian(k);
             vf totals[REFINE_SUMS] = {};
             for (int64_t j = first; j < last; ++j) {
                 const vf each = at(m, j, v);
@@ -99,7 +104,7 @@ struct RefineTile {
         }
         for (; k < last; ++k) {
             vf total = {};
-            for (int64_t j = first; j < last; ++j) total += at(m, j, v) * p.hessian[k * p.columns + j];
+            for (int64_t j = first; j < last; ++j) total += at(m, j, v) * hessian(k)[j];
             put(product, k, v, total);
         }
     }
@@ -144,7 +149,7 @@ struct RefineTile {
         vf gain = {};
         for (int64_t i = first; i < first + REFINE_TRIES * (last - first); ++i) {
             const int64_t j = first + (i - first) % (last - first);
-            const float* h = p.hessian + j * p.columns;
+            const float* h = hessian(j);
             const vf sum = at(product, j, v), from = at(became, j, v);
             const vf best = nearest(then, from + sum / h[j]), moved = best - from;
             if (!any(moved)) continue;
@@ -161,7 +166,7 @@ struct RefineTile {
     void sweep(int64_t first, int64_t last, int v, vf scale, vf zero, bool is_last) {
         const Stored<TYPE> c = codes(scale, zero);
         for (int64_t j = first; j < last; ++j) {
-            const float pivot = p.hessian[j * p.columns + j];
+            const float pivot = hessian(j)[j];
             const vf sum = at(sums, j, v), from = at(values, j, v);
             const vf best = nearest(c, from + sum / pivot), moved = best - from;
             const vi better = moved * (2.0f * sum - moved * pivot) > 0.0f;
@@ -177,10 +182,10 @@ struct RefineTile {
     }
 
     void group(int64_t first, int64_t last) {
-        float* place = p.scale + p.group[first] * p.rows + row;
+        float* place = p.scale + *group_of(first) * p.rows + row;
         Strip scale = Strip::read(place, n, 1.0f);
         const Strip zero = p.zero_point != nullptr
-                               ? Strip::read(p.zero_point + p.group[first] * p.rows + row, n, 0.0f)
+                               ? Strip::read(p.zero_point + *group_of(first) * p.rows + row, n, 0.0f)
                                : Strip{};
         const bool coarse = p.format.scale == ScaleType::e4m3 || p.format.scale == ScaleType::e8m0;
         const float divisor = p.format.has_global ? p.format.global_scale : 1.0f;
@@ -200,23 +205,39 @@ struct RefineTile {
         if (p.fit) scale.write(place, n);
     }
 
-    void run(int64_t at_row) {
-        row = at_row;
-        n = std::min<int64_t>(GPTQ_TILE, p.rows - row);
-        for (int64_t j = 0; j < p.columns; ++j) {
-            Strip::read(p.sums + j * p.rows + row, n, 0.0f).write(&sums[j * GPTQ_TILE], GPTQ_TILE);
-            Strip::read(p.values + j * p.rows + row, n, 0.0f).write(&values[j * GPTQ_TILE], GPTQ_TILE);
+    void run_block() {
+        std::fill(sums.begin(), sums.end(), 0.0f);
+        add_to_tile(p.hessian + start * p.columns, p.columns, 1, errors.data(), columns, p.columns,
+                    sums.data());
+        for (int64_t j = 0; j < columns; ++j) {
+            const float* from = p.values + (start + j) * p.rows + row;
+            Strip::read(from, n, 0.0f).write(&values[j * GPTQ_TILE], GPTQ_TILE);
         }
-        for (int64_t first = 0, last = 0; first < p.columns; first = last) {
-            while (last < p.columns && p.group[last] == p.group[first]) ++last;
+        for (int64_t first = 0, last = 0; first < columns; first = last) {
+            while (last < columns && *group_of(last) == *group_of(first)) ++last;
             group(first, last);
         }
-        for (int64_t j = 0; j < p.columns; ++j) {
-            float *value = p.values + j * p.rows + row, *error = p.errors + j * p.rows + row;
+        for (int64_t j = 0; j < columns; ++j) {
+            float *value = p.values + (start + j) * p.rows + row, *error = &errors[(start + j) * GPTQ_TILE];
             for (int64_t k = 0; k < n; ++k) {
                 error[k] += value[k] - values[j * GPTQ_TILE + k];
                 value[k] = values[j * GPTQ_TILE + k];
             }
+        }
+    }
+
+    void run(int64_t at_row) {
+        row = at_row;
+        n = std::min<int64_t>(GPTQ_TILE, p.rows - row);
+        for (int64_t j = 0; j < p.columns; ++j) {
+            const Strip target = Strip::read(p.target + j * p.rows + row, n, 0.0f);
+            Strip error = Strip::read(p.values + j * p.rows + row, n, 0.0f);
+            for (int v = 0; v < GPTQ_VECTORS; ++v) error.at[v] = target.at[v] - error.at[v];
+            error.write(&errors[j * GPTQ_TILE], GPTQ_TILE);
+        }
+        for (start = p.first; start < p.last; start += p.block) {
+            columns = std::min(p.block, p.last - start);
+            run_block();
         }
     }
 };
@@ -227,7 +248,7 @@ static void refine_tiles(const RefineProblem& p, const Rounding& r, int64_t begi
     for (int64_t each = begin; each < end; ++each) tile.run(each * GPTQ_TILE);
 }
 
-static void refine_block(const RefineProblem& p, int threads) {
+static void refine(const RefineProblem& p, int threads) {
     const Rounding r(p.format);
     const int64_t tiles = (p.rows + GPTQ_TILE - 1) / GPTQ_TILE;
     parallel_for(tiles, 1, threads, [&](int64_t begin, int64_t end) {
