@@ -38,7 +38,7 @@ __all__ = ["UnitChoice"]
 
 SCORED, HELD_OUT = 1 << 14, 1 << 13  # tokens at most
 FEWEST = 2  # samples: one to score, one to hold out
-EVERY = 4  # one of so many samples is held out
+EVERY = 8  # one of so many samples is held out
 
 Row = Mapping[str, torch.Tensor]
 Chosen = list[tuple[BudgetUnit, QuantizationScheme | None]]
