@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from steelyard import oneshot
 from steelyard.algorithms import rounding_ahead
+from steelyard.doctor import examine
 from steelyard.engine import scheme_choice
 from steelyard.errors import DataError, PlanError, RecipeError
 from steelyard.modifiers import GPTQModifier, Modifier, QuantizationModifier
@@ -105,6 +106,12 @@ def test_recipe_report_and_notes_state_the_choice(written: Path, source: Path) -
     config = json.loads((written / "config.json").read_text())["quantization_config"]
     found = [group["weights"]["num_bits"] for group in config["config_groups"].values()]
     assert found == [8, 4]  # `Linear` last: it would hide the targets of groups after it
+
+
+def test_vllm_reads_fused_layers_as_they_are_stored(written: Path, source: Path) -> None:
+    """Not under `Linear`, which it tries before the parts of a fused layer."""
+    assert len(set(widths(written).values())) > 1
+    assert examine(written, source).findings.problems == []
 
 
 def test_loading_it_logs_no_unmatched_targets(
