@@ -129,8 +129,9 @@ class BlockOutputs:
         modules: dict[str, Any] = dict(self._modules())
         for name, x in self.inputs.items():
             # a weight that was changed in place cannot be compared any more
-            known = found[name].details.get(OUTPUT_ERROR) is not None
-            if known or name in self.solver.adapted or name not in modules:
+            if name not in found or name not in modules or name in self.solver.adapted:
+                continue
+            if found[name].details.get(OUTPUT_ERROR) is not None:
                 continue
             if (error := self._run(functools.partial(_output_error, modules[name], x))) is not None:
                 yield name, error

@@ -94,7 +94,7 @@ def _found_targets(source: Source, plan: Plan, group: str, targets: list[str]) -
     members = [planned.name for planned in plan.quantized if planned.group == group]
     others = modules.keys() - set(members)
     found = list(targets)
-    if _hides_fused(plan, members):
+    if len(plan.config.config_groups) > 1 and _hides_fused(plan, members):
         found = [t for t in targets if t in modules or t.startswith("re:")]
     for naming in (source.module_key, source.class_name):
         exact, loose = set(found), [t for t in found if t not in modules]
