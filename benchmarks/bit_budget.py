@@ -1,9 +1,9 @@
-"""KL divergence against average bits: uniform schemes, the bit budget, and other scores.
+"""KL divergence against average bits: uniform schemes, the bit budget, and AutoRound's score.
 
-One backward pass scores all units of MODEL under all widths. For each size the exact choice is
-measured with weights rounded to nearest, and for some with GPTQ. Beside it stand the choices by
-AutoRound's score, |gradient x (w - w_q)| summed over a unit's weights with the text as labels
-(computed here, with the same units, schemes and solver), and by weight errors alone.
+Each row is a checkpoint: one process quantizes MODEL with `oneshot`, rounded to nearest or by GPTQ,
+and evaluates it on held-out samples. "budget" is `BitBudgetModifier` as it ships, measurements
+included. Beside it stands the exact choice by AutoRound's score, |gradient x (w - w_q)| summed over
+a unit's weights with the text as labels, computed here with the same units, schemes and solver.
 
     python benchmarks/bit_budget.py MODEL --text FILE [--group 32] [--samples 32] [--json FILE]
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import json
 import tempfile
 import time
@@ -22,28 +21,27 @@ from typing import Any
 
 import torch
 from rounding import tokenize
-from whole_run import mean_and_error, processor, versions
+from whole_run import processor, versions
 
 from steelyard import oneshot
-from steelyard.algorithms.assigned_schemes import AssignedSchemes
 from steelyard.algorithms.bit_budget import least_loss
 from steelyard.algorithms.model_pair import positions_at_once
-from steelyard.algorithms.scheme_scores import gradient_scores, rounded_as
+from steelyard.algorithms.rounding_ahead import rounded_as
 from steelyard.distributed import ThreadPool
 from steelyard.engine.scheme_choice import chosen_recipe
 from steelyard.evaluate import evaluate
+from steelyard.model.activations import HiddenStates, Room
 from steelyard.model.layer_gradients import LayerGradients, Trace, Wanted
-from steelyard.model.layerwise import HiddenStates, LayerwiseModel
+from steelyard.model.layerwise import LayerwiseModel
 from steelyard.model.source import Source
-from steelyard.modifiers import GPTQModifier
+from steelyard.modifiers import GPTQModifier, QuantizationModifier
 from steelyard.modifiers.bit_budget import BitBudgetModifier
-from steelyard.plan.budget_units import BudgetUnit, budget_units
+from steelyard.plan.budget_units import budget_units
 from steelyard.plan.plan import make_plan
 
 WIDTHS = [4, 5, 6, 8, 16]
-SIZES = [4.25, 4.5, 5.0, 6.0, 8.0]
-SCORES = ["Fisher", "AutoRound's formula", "weight error"]
-SETS = {"4, 8, 16": [4, 8, 16], "4, 5, 6, 8, 16": WIDTHS}
+EVERYWHERE = [4, 8, 16]  # that vLLM serves on every device
+ROUNDING = {"nearest": QuantizationModifier, "GPTQ": GPTQModifier}
 
 
 def absolute_scores(model: LayerwiseModel, rows: list, schemes: dict, pool: ThreadPool) -> dict:
@@ -76,7 +74,7 @@ def absolute_scores(model: LayerwiseModel, rows: list, schemes: dict, pool: Thre
 
     samples = [Trace(row) for row in rows]
     plain, probing = LayerGradients(model, pool), LayerGradients(model, pool, weights)
-    with HiddenStates(0, 1 << 40) as held:
+    with HiddenStates(Room()) as held:
         plain.forward(samples, held, True, lambda share: None)
         seeds = []
         with plain.head():
@@ -91,84 +89,66 @@ def absolute_scores(model: LayerwiseModel, rows: list, schemes: dict, pool: Thre
         return probing.backward(samples, seeds, lambda share: None)
 
 
-def weight_errors(source: Source, units: list[BudgetUnit]) -> dict:
-    found: dict = {}
-    for planned in (each for unit in units for each in unit.modules):
-        module = source.model.get_submodule(planned.name)
-        unit = next(each for each in units if planned in each.modules)
-        with source.loaded(module, planned.name):
-            weight = module.weight.data.float()
-            rounded = (
-                rounded_as({planned.name: s}, {planned.name: module}, planned.dtype)[planned.name]
-                for s in unit.schemes
-                if s is not None
-            )
-            energy = weight.square().sum()
-            lost = [((each - weight).square().sum() / energy).double() for each in rounded]
-        found[planned.name] = torch.stack(lost)
-    return found
+def quantized(options: argparse.Namespace, recipe: Any, tokens: dict[str, Any]) -> dict[str, Any]:
+    """Quantize and evaluate; return the divergence, the CPU time, and the choice in words."""
+    with tempfile.TemporaryDirectory() as folder:
+        out, cpu = Path(folder) / "q", time.process_time()
+        size = {"num_calibration_samples": options.samples, "max_seq_length": 4096}
+        result = oneshot(str(options.model), recipe, tokens["calibration"], out, **size)
+        spent = time.process_time() - cpu
+        found = evaluate(str(options.model), out, tokens["same"], num_samples=options.held_out)
+    chosen = [note for note in result.notes if note.startswith(("bit budget", "KL divergence"))]
+    return {
+        "kl": found.kl_divergence,
+        "error": found.kl_error,
+        "tokens": found.tokens,
+        "cpu_seconds": spent,
+        "chosen": chosen,
+    }
 
 
 def measure(
     options: argparse.Namespace, tokens: dict[str, Any], save: Callable[[dict[str, Any]], None]
 ) -> None:
     """Call `save` with the results so far after each row."""
-    rows = [{"input_ids": torch.tensor([each])} for each in tokens["calibration"]]
-    held_out = [{"input_ids": torch.tensor([each])} for each in tokens["same"]][: options.held_out]
-    source = Source.open(str(options.model))
-    step = GPTQModifier(scheme="W4A16", group_size=options.group, ignore=["lm_head"])
-    plan = make_plan(source.model, modifiers=[step])
-    units = budget_units(plan, BitBudgetModifier(bits=4.5, bit_widths=WIDTHS), source.model)
-    weights = sum(unit.weights for unit in units)
-    schemes = {n: [s for s in u.schemes if s is not None] for u in units for n in u.names}
-    model, pool = LayerwiseModel(source, "base"), ThreadPool(1)
-    found: dict[str, Any] = {"units": len(units), "rows": []}
-    cpu = time.process_time()
-    by_score = {"Fisher": gradient_scores(model, rows, schemes, pool, lambda share: None)}
-    found["scoring_cpu_seconds"] = time.process_time() - cpu
-    if "AutoRound's formula" in options.scores:
-        by_score["AutoRound's formula"] = absolute_scores(model, rows, schemes, pool)
-    if "weight error" in options.scores:
-        by_score["weight error"] = weight_errors(source, units)
-    assigned = AssignedSchemes(model, held_out, pool)
-    assigned.start(lambda share: None)
+    found: dict[str, Any] = {"rows": []}
+    common = {"scheme": "W4A16", "group_size": options.group, "ignore": ["lm_head"]}
 
-    def nearest(chosen: list[int]) -> dict[str, float]:
-        picked = zip(units, chosen, strict=True)
-        given = {name: unit.schemes[k] for unit, k in picked for name in unit.names}
-        kl, error = mean_and_error(assigned.divergences(given, lambda share: None))
-        return {"kl": kl, "error": error}
-
-    def gptq(chosen: list[int]) -> dict[str, float]:
-        picked = [(unit, unit.schemes[k]) for unit, k in zip(units, chosen, strict=True)]
-        recipe = chosen_recipe([step], picked)
-        with tempfile.TemporaryDirectory() as folder:
-            out = Path(folder) / "q"
-            size = {"num_calibration_samples": len(rows), "max_seq_length": 4096}
-            oneshot(str(options.model), recipe, tokens["calibration"], out, **size)
-            result = evaluate(str(options.model), out, tokens["same"], num_samples=len(held_out))
-        return {"kl": result.kl_divergence, "error": result.kl_error}
-
-    def add(name: str, allowed: str, bits: float, chosen: list[int]) -> None:
-        row: dict[str, Any] = {"choice": name, "widths": allowed, "bits": bits}
-        row["nearest"] = nearest(chosen)
-        if bits in options.gptq and name in ("uniform", "Fisher"):
-            row["gptq"] = gptq(chosen)
+    def add(name: str, widths: list[int], bits: float, rounding: str, recipe: Any) -> None:
+        row = {"choice": name, "widths": widths, "bits": bits, "rounding": rounding}
+        row |= quantized(options, recipe, tokens)
         found["rows"].append(row)
         save(found)
-        shown = (f"{k} {row[k]['kl']:.5f} ± {row[k]['error']:.5f}" for k in row if k[0] in "ng")
-        print(f"{name:20} {allowed:16} {bits:5} ", *shown, flush=True)
+        shown = f"{row['kl']:.5f} ± {row['error']:.5f}, {row['cpu_seconds']:.0f} s of CPU"
+        print(f"{name:12} {widths!s:20} {bits:5} {rounding:8} {shown}", flush=True)
 
-    for bits in options.uniform:
-        add("uniform", str(bits), float(bits), [WIDTHS.index(bits)] * len(units))
-    for bits, (allowed, widths) in itertools.product(options.sizes, SETS.items()):
-        places = [WIDTHS.index(width) for width in widths]
-        costs = [[unit.costs[k] for k in places] for unit in units]
-        for name, scores in by_score.items():
-            sums = [sum(scores[n] for n in unit.names) for unit in units]
-            losses = [[[*each.tolist(), 0.0][k] for k in places] for each in sums]
-            chosen = least_loss(costs, losses, int(bits * weights))
-            add(name, allowed, bits, [places[k] for k in chosen])
+    for rounding in options.rounding:
+        kind = ROUNDING[rounding]
+        for bits in options.uniform:
+            add("uniform", [bits], bits, rounding, kind(num_bits=bits, **common))
+        for bits in options.sizes:
+            budget = [BitBudgetModifier(bits=bits), kind(**common)]
+            add("budget", WIDTHS, bits, rounding, budget)
+        for bits in options.everywhere:
+            budget = [BitBudgetModifier(bits=bits, bit_widths=EVERYWHERE), kind(**common)]
+            add("budget", EVERYWHERE, bits, rounding, budget)
+    if not options.autoround:
+        return
+    rows = [{"input_ids": torch.tensor([each])} for each in tokens["calibration"]]
+    source = Source.open(str(options.model))
+    plan = make_plan(source.model, modifiers=[GPTQModifier(**common)])
+    units = budget_units(plan, BitBudgetModifier(bits=4.5, bit_widths=WIDTHS), source.model)
+    schemes = {n: [s for s in u.schemes if s is not None] for u in units for n in u.names}
+    scores = absolute_scores(LayerwiseModel(source, "base"), rows, schemes, ThreadPool(1))
+    sums = [sum(scores[n] for n in unit.names) for unit in units]
+    losses = [[*each.tolist(), 0.0] for each in sums]
+    total = sum(unit.weights for unit in units)
+    for rounding in options.rounding:
+        for bits in options.autoround:
+            chosen = least_loss([u.costs for u in units], losses, int(bits * total))
+            picked = [(unit, unit.schemes[k]) for unit, k in zip(units, chosen, strict=True)]
+            recipe = chosen_recipe([ROUNDING[rounding](**common)], picked)
+            add("AutoRound's", WIDTHS, bits, rounding, recipe)
 
 
 def main() -> None:
@@ -177,11 +157,12 @@ def main() -> None:
     parser.add_argument("--text", required=True)
     parser.add_argument("--group", type=int, default=32)
     parser.add_argument("--samples", type=int, default=32)
-    parser.add_argument("--sizes", type=float, nargs="*", default=SIZES)
-    parser.add_argument("--uniform", type=int, nargs="*", default=WIDTHS[:-1])
-    parser.add_argument("--scores", nargs="*", default=SCORES)
+    parser.add_argument("--sizes", type=float, nargs="*", default=[4.5, 5.0, 6.0])
+    parser.add_argument("--everywhere", type=float, nargs="*", default=[4.5])
+    parser.add_argument("--autoround", type=float, nargs="*", default=[4.5, 5.0, 6.0])
+    parser.add_argument("--uniform", type=int, nargs="*", default=[4, 5, 6])
+    parser.add_argument("--rounding", nargs="*", choices=ROUNDING, default=list(ROUNDING))
     parser.add_argument("--held-out", type=int, default=8, help="samples to measure on")
-    parser.add_argument("--gptq", type=float, nargs="*", default=[4.0, 4.5])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steelyard.algorithms.bit_budget import SWAPS, fewest_bits, least_loss, measured_best
+from steelyard.algorithms.bit_budget import (
+    SWAPS,
+    by_kind,
+    fewest_bits,
+    least_loss,
+    measured_best,
+)
 from steelyard.errors import RecipeError
 from steelyard.modifiers.bit_budget import BitBudgetModifier
 from steelyard.recipes import load_recipe
@@ -46,6 +52,51 @@ def test_a_swap_wins_only_beyond_noise(noise: float, expected: list[int]) -> Non
         return [found, found + (noise if options == [0, 0, 1] else 0.0)]
 
     assert measured_best(COSTS, LOSSES, 20, measure)[0].options == expected
+
+
+def test_swaps_go_on_from_one_that_won() -> None:
+    """Two swaps away from the prediction; each of them alone is a gain."""
+    wanted = [0, 0, 2, 2]
+    costs = [[4, 8, 12]] * 4
+    losses = [[3.0, 2.0, 1.0 + 1e-6] for _ in wanted]
+
+    def measure(options: list[int]) -> list[float]:
+        found = float(sum(abs(a - b) for a, b in zip(options, wanted, strict=True)))
+        return [found, found + 0.1]
+
+    assert least_loss(costs, losses, 32) == [1, 1, 1, 1]
+    assert measured_best(costs, losses, 32, measure)[0].options == wanted
+
+
+def test_bits_that_a_swap_leaves_over_are_spent() -> None:
+    """The wide unit gives its bits to one that needs half of them, then to another."""
+    costs = [[4, 8], [4, 8], [8, 16]]
+    losses = [[2.0, 1.5], [2.0, 1.5], [4.0, 2.9]]
+
+    def measure(options: list[int]) -> list[float]:
+        found = 9.0 - 3 * options[0] - 2 * options[1] - options[2]
+        return [found, found + 0.1]
+
+    assert least_loss(costs, losses, 24) == [0, 0, 1]
+    assert measured_best(costs, losses, 24, measure)[0].options == [1, 1, 0]
+
+
+def test_losses_of_a_kind_follow_its_measurement() -> None:
+    kinds = ["qkv", "mlp", "qkv"]
+
+    def measure(options: list[int]) -> list[float]:
+        own = [each[k] for each, k in zip(LOSSES, options, strict=True)]
+        return [2.0 * own[0] + own[1] + 2.0 * own[2]]
+
+    found = by_kind(LOSSES, kinds, measure)
+    assert found[0] == pytest.approx([16.0, 1.0, 0.0])
+    assert found[1] == pytest.approx(LOSSES[1])
+    assert found[2] == pytest.approx([15.8, 0.9, 0.0])
+
+
+def test_a_measurement_far_off_is_noise() -> None:
+    found = by_kind(LOSSES, ["a", "a", "a"], lambda options: [1e9])
+    assert found[0] == pytest.approx([32.0, 2.0, 0.0])
 
 
 @settings(deadline=None, max_examples=40)

@@ -42,10 +42,14 @@ from steelyard.modifiers import Modifier
 from steelyard.registry import Registry
 
 if TYPE_CHECKING:
+    from torch.nn import Module
+
     from steelyard.algorithms.block import Block
     from steelyard.algorithms.finished_checkpoint import FinishedCheckpoint
     from steelyard.data.samples import Samples
+    from steelyard.distributed import ThreadPool
     from steelyard.model.source import Source
+    from steelyard.observers.hessians import Hessians
     from steelyard.plan.plan import Plan
 
 __all__ = ["Algorithm", "ModuleResult", "Needs", "Seen", "algorithm_of", "needs_data"]
@@ -114,6 +118,9 @@ class Algorithm:
     rounds_to_nearest: ClassVar[bool] = True
     """Whether every weight is stored as the code nearest to it."""
 
+    rounds_by_hessians: ClassVar[bool] = False
+    """Whether `round_ahead` rounds weights by the Hessians of their inputs."""
+
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "transform" in cls.__dict__ and "transforms" not in cls.__dict__:
@@ -168,6 +175,20 @@ class Algorithm:
     def solve(self, block: Block, state: Any) -> dict[str, ModuleResult]:
         """Choose quantization parameters and round the weights of the modules in `block.mine`."""
         return {}
+
+    def round_ahead(
+        self,
+        modules: Mapping[str, Module],
+        weights: Mapping[str, torch.Tensor],
+        hessians: Hessians,
+        pool: ThreadPool,
+    ) -> dict[str, torch.Tensor]:
+        """Return weights rounded about as `solve` would, in fp32, for the scores of a bit budget.
+
+        modules:  stand-ins with a scheme each, as `algorithms.as_stored.with_scheme` makes them
+        hessians: of the same modules in the original model
+        """
+        raise NotImplementedError
 
     def tune(self, block: Block, found: Mapping[str, ModuleResult]) -> dict[str, ModuleResult]:
         """Change weights and scales of a block whose modules are all solved.

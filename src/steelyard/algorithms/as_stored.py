@@ -32,7 +32,10 @@ __all__ = [
     "per_token",
     "rounded_inputs",
     "rounded_weights",
+    "set_importance_power",
     "shared_rounding",
+    "stored_parameters",
+    "weight_observers",
     "with_scheme",
 ]
 
@@ -65,20 +68,54 @@ def rounded_weights(
     weights: by module, in the type that they are stored in
     squares: the sum of x^2 of each column and the number of tokens, for observers that use it
     """
+    observers = weight_observers(modules, weights, squares)
+    return {
+        name: _rounding(modules[name], "weight", observers[name].args, observers[name])(
+            weight.float()
+        )
+        if name in observers
+        else weight.float()
+        for name, weight in weights.items()
+    }
+
+
+def weight_observers(
+    modules: Mapping[str, Module],
+    weights: Mapping[str, torch.Tensor],
+    squares: Mapping[str, tuple[torch.Tensor, int]],
+    power: float | None = None,
+) -> dict[str, Observer]:
+    """Return the observers of quantized weights, after they have seen them; see `rounded_weights`.
+
+    power: of E[x^2], for observers that leave it to the algorithm
+    """
     quantized = {n: a for n in weights if (a := args_for(modules[n], "weight")) is not None}
     observers = {name: _observer(args, "weight") for name, args in quantized.items()}
     for group in fused_groups(observers):
         if shared_parameter(quantized[group[0]], "weight") is not None:
             Observer.fuse([observers[name] for name in group])
     for name, observer in observers.items():
+        if power is not None:
+            set_importance_power(observer, power)
         if isinstance(observer, ImportanceObserver) and name in squares:
             observer.add_importance(*squares[name])
         observer(weights[name])
+    return observers
+
+
+def set_importance_power(observer: Any, power: float) -> None:
+    """Set the power of E[x^2] that weights columns, if the observer's options leave it open."""
+    if getattr(observer.options, "importance_power", 1.0) is None:
+        observer.power = power
+
+
+def stored_parameters(module: Module, observer: Observer) -> dict[str, torch.Tensor]:
+    """Return the parameters that an observer finds for a weight, in their stored types."""
     return {
-        name: _rounding(modules[name], "weight", quantized[name], observers[name])(weight.float())
-        if name in observers
-        else weight.float()
-        for name, weight in weights.items()
+        kind: value if stored is None else value.to(stored.dtype).reshape(stored.shape)
+        for kind, value in observer.get_qparams().items()
+        if isinstance(value, torch.Tensor)
+        for stored in [getattr(module, f"weight_{kind}", None)]
     }
 
 

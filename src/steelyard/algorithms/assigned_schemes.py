@@ -1,7 +1,7 @@
 """The KL divergence of a model whose modules have given schemes, before anything is quantized.
 
-Weights are rounded to nearest as each layer is loaded, and the samples run through the layers. The
-modules after the layers are the original's.
+Weights are rounded as each layer is loaded, and the samples run through the layers. The modules
+after the layers are the original's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from compressed_tensors.quantization import QuantizationScheme
 from torch.nn import Module
 
 from steelyard.algorithms.model_pair import divergence
-from steelyard.algorithms.scheme_scores import input_rounding, rounded_as
+from steelyard.algorithms.rounding_ahead import RoundingAhead
+from steelyard.algorithms.scheme_scores import input_rounding
 from steelyard.distributed import ThreadPool
 from steelyard.model.activations import HiddenStates, Room
 from steelyard.model.layer_gradients import LayerGradients, Trace, Wanted
@@ -31,7 +32,8 @@ Assignment = Mapping[str, QuantizationScheme | None]
 class AssignedSchemes:
     """Measures assignments on the same samples, while it is entered.
 
-    rows: samples of (1, tokens)
+    rows:     samples of (1, tokens)
+    rounding: of the weights; to nearest by default
     """
 
     def __init__(
@@ -39,8 +41,10 @@ class AssignedSchemes:
         model: LayerwiseModel,
         rows: Sequence[Mapping[str, torch.Tensor]],
         pool: ThreadPool,
+        rounding: RoundingAhead | None = None,
     ) -> None:
         self.model = model
+        self.rounding = RoundingAhead(model, {}) if rounding is None else rounding
         self.pool = pool
         self.samples = [Trace(row) for row in rows]
         self.names = {module: name for name, module in model.source.model.named_modules()}
@@ -81,7 +85,7 @@ class AssignedSchemes:
             self.names[m]: m for m in root.modules() if assignment.get(self.names[m]) is not None
         }
         with contextlib.ExitStack() as undo:
-            for name, weight in rounded_as(assignment, modules, self.model.source.dtype).items():
+            for name, weight in self.rounding.under(assignment, modules).items():
                 module, scheme = modules[name], assignment[name]
                 undo.callback(setattr, module.weight, "data", module.weight.data)
                 module.weight.data = weight

@@ -1,22 +1,25 @@
 """Chooses one scheme for each unit: by predicted losses first, then by measured KL divergence.
 
 The predicted losses add up, so the best choice within a budget is exact (`kernels.knapsack`). The
-divergence of the whole model is not quite their sum. So a few choices near the best are measured,
-and kept only if the divergence on held-out samples falls by more than noise.
+divergence of the whole model is not quite their sum. So the losses of each kind of unit are first
+brought to what is measured for that kind, and then a few choices near the best are measured, and
+kept only if the divergence on held-out samples falls by more than noise.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 from steelyard.algorithms.guard import is_gain
 from steelyard.kernels.knapsack import pareto_frontier
 
-__all__ = ["Measured", "fewest_bits", "least_loss", "measured_best"]
+__all__ = ["Measured", "by_kind", "fewest_bits", "least_loss", "measured_best"]
 
-SWAPS = 4  # choices near the best to measure
+KINDS = 8  # of units to measure, those with the largest losses
+FACTOR = 4.0  # by which a measured kind may differ from its prediction; more is noise
+SWAPS = 8  # choices near the best to measure
 MEASUREMENTS = 8  # of a search for the fewest bits
 NEAR = 0.02  # bits: close enough to end that search
 
@@ -46,6 +49,31 @@ def least_loss(costs: Sequence[Sequence[int]], losses: Table, budget: int) -> Op
     return frontier.options(max(frontier.within(budget), 0))
 
 
+def by_kind(losses: Table, kinds: Sequence[Hashable], measure: Measure) -> list[list[float]]:
+    """Return losses times a factor for each kind of unit, so that they agree with measurements.
+
+    A kind, such as q/k/v of all layers, is measured with its units at their cheapest options and
+    all others at their most expensive. The prediction treats tokens as independent, which misses
+    more for some kinds than for others.
+    """
+    total = dict.fromkeys(kinds, 0.0)
+    for kind, each in zip(kinds, losses, strict=True):
+        total[kind] += each[0]
+    factors: dict[Hashable, float] = {}
+    for kind in heapq.nlargest(KINDS, total, key=lambda kind: total[kind]):
+        options = [
+            0 if own == kind else len(each) - 1 for own, each in zip(kinds, losses, strict=True)
+        ]
+        predicted = sum(each[k] for each, k in zip(losses, options, strict=True))
+        if predicted > 0 and total[kind] > 0:
+            measured = Measured(options, measure(options)).kl
+            factors[kind] = min(max(measured / predicted, 1 / FACTOR), FACTOR)
+    return [
+        [value * factors.get(kind, 1.0) for value in each]
+        for kind, each in zip(kinds, losses, strict=True)
+    ]
+
+
 def measured_best(
     costs: Sequence[Sequence[int]], losses: Table, budget: int, measure: Measure
 ) -> tuple[Measured, Measured | None]:
@@ -63,11 +91,16 @@ def measured_best(
         best = uniform
     if len(best.divergences) < 2:  # nothing is known of the noise
         return best, uniform
-    nearest = heapq.nsmallest(SWAPS, _swaps(costs, losses, budget, start))
-    swapped = (Measured(options, measure(options)) for _, options in nearest)
-    for tried in swapped:
-        if is_gain(best.divergences, tried.divergences):
-            best = tried
+    tried = [start, alike]
+    for _ in range(SWAPS):
+        swaps = _swaps(costs, losses, budget, best.options)
+        found = min((each for each in swaps if each[1] not in tried), default=None)
+        if found is None:
+            break
+        tried.append(found[1])
+        swapped = Measured(found[1], measure(found[1]))
+        if is_gain(best.divergences, swapped.divergences):
+            best = swapped
     return best, uniform
 
 
@@ -112,7 +145,10 @@ def _uniform(costs: Sequence[Sequence[int]], budget: int) -> Options | None:
 def _swaps(
     costs: Sequence[Sequence[int]], losses: Table, budget: int, start: Options
 ) -> Iterator[tuple[float, Options]]:
-    """Yield choices in which one unit has more and another fewer bits, with the loss they add."""
+    """Yield choices in which one unit has more and another fewer bits, with the loss they add.
+
+    Where bits are left over, one unit has more and none has fewer.
+    """
     left = budget - sum(each[k] for each, k in zip(costs, start, strict=True))
     moves = [
         (u, k, costs[u][k] - costs[u][old], losses[u][k] - losses[u][old])
@@ -124,8 +160,8 @@ def _swaps(
     for u, k, more, gain in moves:
         if more <= 0:
             continue
-        for v, m, less, loss in fewer:
-            if u != v and more + less <= left:
+        for v, m, less, loss in [*fewer, (u, k, 0, 0.0)]:
+            if (u != v or m == k) and more + less <= left:
                 changed = list(start)
-                changed[u], changed[v] = k, m
+                changed[v], changed[u] = m, k
                 yield gain + loss, changed

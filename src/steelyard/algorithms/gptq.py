@@ -6,18 +6,24 @@ A solved weight holds the dequantized values, which later stages run with and th
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
 from steelyard.algorithms.algorithm import Algorithm, ModuleResult, Needs, Seen
+from steelyard.algorithms.as_stored import (
+    set_importance_power,
+    stored_parameters,
+    weight_observers,
+)
 from steelyard.algorithms.block import Block
 from steelyard.algorithms.nearest import Nearest
 from steelyard.checkpoint.figures import module_figures, with_figures
 from steelyard.checkpoint.weight_errors import relative_error, weight_error
+from steelyard.distributed import ThreadPool
 from steelyard.fusion import fused_groups
 from steelyard.kernels.gptq_rounding import GPTQResult, activation_order, solve
 from steelyard.kernels.hessian import output_square
@@ -41,6 +47,7 @@ class GPTQ(Nearest):
     streams = False
     mergeable = False
     rounds_to_nearest = False
+    rounds_by_hessians = True
     modifier: GPTQModifier
 
     @property
@@ -57,8 +64,7 @@ class GPTQ(Nearest):
         }
         block.calibration.stop_gathering(weighed)
         for _, _, observer in block.calibration.observers():
-            if getattr(observer.options, "importance_power", 1.0) is None:
-                observer.power = _IMPORTANCE_POWER
+            set_importance_power(observer, _IMPORTANCE_POWER)
         return Hessians(weighed, self.modifier.offload_hessians, block.ranks, block.pool)
 
     def see(self, state: Hessians, seen: Seen) -> None:
@@ -101,6 +107,37 @@ class GPTQ(Nearest):
                 results[name] = ModuleResult(error, state.tokens(name), details)
                 state.release(name)
         return results
+
+    def round_ahead(
+        self,
+        modules: Mapping[str, Module],
+        weights: Mapping[str, torch.Tensor],
+        hessians: Hessians,
+        pool: ThreadPool,
+    ) -> dict[str, torch.Tensor]:
+        """Round as `solve` does, without drift: what earlier layers change is not known yet."""
+        squares = {n: found for n in weights if (found := hessians.importance(n)) is not None}
+        observers = weight_observers(modules, weights, squares, _IMPORTANCE_POWER)
+
+        def rounded(name: str) -> torch.Tensor:
+            hessian = hessians.hessian(name)
+            qparams = stored_parameters(modules[name], observers[name])
+            args, modifier = observers[name].args, self.modifier
+            return solve(
+                weights[name].float(),
+                hessian,
+                qparams["scale"],
+                None if args.symmetric else qparams["zero_point"],
+                args,
+                qparams.get("global_scale"),
+                block_size=modifier.block_size,
+                dampening_frac=modifier.dampening_frac or 0.0,
+                order=None if modifier.actorder is None else activation_order(hessian),
+                rounds=modifier.refinements,
+            ).weight
+
+        solved = pool.do((i, partial(rounded, name)) for i, name in enumerate(observers))
+        return dict(zip(observers, solved, strict=True))
 
     def _prepare(self, state: Hessians, names: Sequence[str]) -> None:
         modifier = self.modifier

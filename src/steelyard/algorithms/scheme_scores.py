@@ -21,22 +21,15 @@ import torch
 from compressed_tensors.quantization import QuantizationScheme
 from torch.nn import Module, Parameter
 
-from steelyard.algorithms.as_stored import (
-    Rounding,
-    rounded_inputs,
-    rounded_weights,
-    with_scheme,
-)
+from steelyard.algorithms.as_stored import Rounding, rounded_inputs
 from steelyard.algorithms.model_pair import positions_at_once
+from steelyard.algorithms.rounding_ahead import RoundingAhead, Schemes
 from steelyard.distributed import ThreadPool
 from steelyard.model.activations import HiddenStates, Room
 from steelyard.model.layer_gradients import LayerGradients, Trace, Wanted
 from steelyard.model.layerwise import DTYPE, LayerwiseModel, default_memory
 
-__all__ = ["Schemes", "gradient_scores", "input_rounding", "rounded_as"]
-
-Schemes = Mapping[str, Sequence[QuantizationScheme]]
-"""Module -> the schemes to score; modules that a server fuses have equally many."""
+__all__ = ["gradient_scores", "input_rounding"]
 
 
 def gradient_scores(
@@ -45,17 +38,20 @@ def gradient_scores(
     schemes: Schemes,
     pool: ThreadPool,
     advance: Callable[[float], None],
+    rounding: RoundingAhead | None = None,
 ) -> dict[str, torch.Tensor]:
     """Return the scores of each module, (schemes,) in nats per token; without modules not called.
 
-    rows:    samples of (1, tokens)
-    advance: called with the fraction of the work, a third of it for the forward pass
+    rows:     samples of (1, tokens)
+    rounding: of the weights, with the same schemes; to nearest by default
+    advance:  called with the fraction of the work, a third of it for the forward pass
     """
     samples = [Trace(row) for row in rows]
     tokens = sum(sample.tokens for sample in samples)
     nbytes = tokens * model.hidden_size * DTYPE.itemsize * len(model.sequence)
     plain = LayerGradients(model, pool)
-    probing = LayerGradients(model, pool, _Probes(model, schemes).attached)
+    rounding = RoundingAhead(model, schemes) if rounding is None else rounding
+    probing = LayerGradients(model, pool, _Probes(rounding, samples, pool).attached)
     with HiddenStates(Room(0, default_memory() // 2), nbytes) as held:
         plain.forward(samples, held, True, lambda share: advance(share / 3))
         for sample in samples:
@@ -84,20 +80,6 @@ def _likelihood(number: int, logits: torch.Tensor, positions: slice) -> torch.Te
     return log_p.gather(-1, labels.to(log_p.device)).sum()
 
 
-def rounded_as(
-    schemes: Mapping[str, QuantizationScheme | None],
-    modules: Mapping[str, Any],
-    dtype: torch.dtype,
-) -> dict[str, torch.Tensor]:
-    """Return the weights of modules, rounded to nearest under a scheme, in fp32.
-
-    dtype: that the weights are stored in
-    """
-    weights = {name: module.weight.data.to(dtype) for name, module in modules.items()}
-    holders = {n: with_scheme(schemes[n], tuple(w.shape), dtype) for n, w in weights.items()}
-    return rounded_weights(holders, weights, {})
-
-
 def input_rounding(scheme: QuantizationScheme | None, x: torch.Tensor) -> Rounding | None:
     """Return a function that rounds inputs under a scheme; None if that leaves them as they are.
 
@@ -113,31 +95,27 @@ def input_rounding(scheme: QuantizationScheme | None, x: torch.Tensor) -> Roundi
 class _Probes:
     """Adds a probe to each module of a layer."""
 
-    def __init__(self, model: LayerwiseModel, schemes: Schemes) -> None:
-        self.schemes = schemes
-        self.dtype = model.source.dtype
-        named = dict(model.source.model.named_modules())
-        self.names = {named[name]: name for name in schemes}
+    def __init__(self, rounding: RoundingAhead, samples: Sequence[Trace], pool: ThreadPool) -> None:
+        self.rounding = rounding
+        self.samples = samples
+        self.pool = pool
 
     @contextlib.contextmanager
     def attached(self, root: Module, without: Sequence[Module]) -> Iterator[list[Wanted]]:
         """Attach probes to the modules of a layer, and yield them."""
-        modules: dict[str, Any] = {self.names[m]: m for m in root.modules() if m in self.names}
+        names, schemes = self.rounding.names, self.rounding.schemes
+        modules: dict[str, Any] = {names[m]: m for m in root.modules() if m in names}
         if len(without) or not modules:  # the modules after the layers have none
             yield []
             return
-        errors: dict[str, list[torch.Tensor]] = {name: [] for name in modules}
-        for k in range(max(len(self.schemes[name]) for name in modules)):
-            chosen = {n: self.schemes[n][k] for n in modules if k < len(self.schemes[n])}
-            found = rounded_as(chosen, {n: modules[n] for n in chosen}, self.dtype)
-            for name, weight in found.items():
-                errors[name].append(weight - modules[name].weight.data)
+        rounded = self.rounding.of_layer(root, self.samples, self.pool)
+        errors = {n: [w - modules[n].weight.data for w in each] for n, each in rounded.items()}
         wanted, handles = [], []
         try:
             for name, module in modules.items():
                 probe = Parameter(torch.zeros(len(errors[name]), dtype=torch.float64))
                 wanted.append(Wanted(name, probe, lambda scores: scores))
-                hook = functools.partial(_attach, probe, errors[name], self.schemes[name])
+                hook = functools.partial(_attach, probe, errors[name], schemes[name])
                 handles.append(module.register_forward_hook(hook))
             yield wanted
         finally:

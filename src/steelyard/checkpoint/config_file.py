@@ -134,5 +134,16 @@ def quantization_config_dict(config: QuantizationConfig) -> dict[str, Any]:
 
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:
     """Write the settings of a checkpoint."""
-    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+    text = json.dumps(_ordered(config), indent=2) + "\n"
     (folder / CONFIG).write_text(text, "utf-8")
+
+
+def _ordered(value: Any, key: str = "") -> Any:
+    """Return JSON values with sorted keys; config groups keep their order.
+
+    compressed-tensors matches targets in that order, and logs those that an earlier `Linear` hides.
+    """
+    if isinstance(value, dict):
+        keys = value if key == "config_groups" else sorted(value)
+        return {each: _ordered(value[each], each) for each in keys}
+    return [_ordered(each) for each in value] if isinstance(value, list) else value

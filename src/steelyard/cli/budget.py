@@ -42,8 +42,9 @@ BitWidths = Annotated[
         "--bit-widths",
         metavar="LIST",
         callback=_widths,
-        help="Bits that --bits and --max-kl choose from, such as 4,5,6,8,16; 16 is unquantized.",
-        show_default="those of the scheme, 8 and 16",
+        help="Bits that --bits and --max-kl choose from; 16 is unquantized. vLLM serves 2, 3, 5, 6 "
+        "and 7 bits on CUDA alone: 4,8,16 is served everywhere.",
+        show_default="for W4A16: 4,5,6,8,16",
     ),
 ]
 

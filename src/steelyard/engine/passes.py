@@ -18,6 +18,7 @@ from torch.nn import Module
 
 from steelyard.algorithms import Block, ModuleResult
 from steelyard.distributed import ThreadPool
+from steelyard.engine.block_outputs import BlockOutputs
 from steelyard.engine.block_work import Moment, Work
 from steelyard.engine.held_memory import CONCURRENT_BYTES, at_once
 from steelyard.engine.observing import observe
@@ -63,13 +64,14 @@ class Passes:
             unquantized = pairs(part, flow, None, self.pool, self.dtype)
             run_again(part, unquantized, self.pool, self.dtype)
             return {}
+        outputs = BlockOutputs(part, flow, self.solver, self.pool, self.dtype)
         stages = self._stages(part, flow) if flow.collect is not None else None
         staged = stages is not None and self.solver.solving_needs("staged")
         flow = pairs(part, flow, stages if staged else None, self.pool, self.dtype)
         self.solver.note_drift(part, flow, staged)
         if stages is None or not staged:
-            return self._in_passes(part, flow, stages)
-        return self._in_stages(part, flow, stages)
+            return outputs.added_to(self._in_passes(part, flow, stages))
+        return outputs.added_to(self._in_stages(part, flow, stages))
 
     def _outputs(self, flow: Flow, turn: int = 0) -> Iterator[Any]:
         """Run the batches one by one, and yield their outputs."""

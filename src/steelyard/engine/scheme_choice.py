@@ -78,7 +78,7 @@ def with_chosen_schemes(recipe: Recipe, options: Options) -> Recipe:
         text = _earlier(options, digest) if ranks.is_first else None
         if text is None and ranks.is_first:
             show = options.show_progress
-            chosen, lines = UnitChoice(source, units, budget, show).choose(samples)
+            chosen, lines = UnitChoice(source, units, budget, algorithms, show).choose(samples)
             made = chosen_recipe(rest, chosen)
             comments = [*lines, f"{_INPUTS}{digest}"] if digest else lines
             text = "".join(f"# {line}\n" for line in comments) + made

@@ -61,7 +61,7 @@ class Solver:
         self.own_schemes: dict[str, QuantizationScheme] = {}  # in place of the recipe's
         self.claims = {planned.name: planned.modifier for planned in result.plan.quantized}
         self.claims |= dict.fromkeys(result.plan.attention, result.plan.attention_modifier)
-        self._adapted = {n for n, i in self.claims.items() if not algorithms[i].rounds_to_nearest}
+        self.adapted = {n for n, i in self.claims.items() if not algorithms[i].rounds_to_nearest}
         self._quantizing = {
             index
             for index, algorithm in enumerate(self.algorithms)
@@ -125,7 +125,7 @@ class Solver:
             pool=self.pool,
             device=self.device,
             notes=self.result.notes,
-            adapted=self._adapted,
+            adapted=self.adapted,
             unserved=self.uncalibratable,
             **more,
         )

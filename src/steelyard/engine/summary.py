@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from steelyard.checkpoint import Shards
+from steelyard.engine.block_names import OUTPUT_ERROR, block_errors
 from steelyard.foreign import printable
 from steelyard.model.module_names import grouped
 from steelyard.words import count, duration, number, size, table_lines
@@ -39,7 +40,7 @@ def error_table(result: Result) -> tuple[list[str], list[list[str]]]:
         for label, members in groups
     }
     outputs = {
-        label: _middle_and_worst(result.modules[n].details.get("output_error") for n in members)
+        label: _middle_and_worst(result.modules[n].details.get(OUTPUT_ERROR) for n in members)
         for label, members in groups
     }
     if all(worst is None for _, worst in outputs.values()):
@@ -77,6 +78,10 @@ def summary_lines(result: Result, said: Sequence[str] = ()) -> list[str]:
         f"{count(len(result.modules), 'module')}{attention} quantized in "
         f"{duration(result.seconds, digits=1)}: {size(before)} -> {size(after)}{ratio}"
     ]
+    if blocks := block_errors(result.modules):
+        worst = max(blocks, key=lambda name: blocks[name])
+        decibel = _decibels(blocks[worst])
+        lines.append(f"block with the largest output error: {worst}, {decibel} dB")
     for reason in dict.fromkeys(left.reason for left in plan.left):
         names = [left.name for left in plan.left if left.reason == reason]
         labels = [label for label, _ in grouped(names, str, lambda _: None)]

@@ -8,25 +8,30 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from compressed_tensors.quantization import QuantizationScheme
 
+from steelyard.algorithms import Algorithm
 from steelyard.algorithms.assigned_schemes import AssignedSchemes
 from steelyard.algorithms.bit_budget import (
+    KINDS,
     MEASUREMENTS,
     SWAPS,
     Measured,
+    by_kind,
     fewest_bits,
     least_loss,
     measured_best,
 )
-from steelyard.algorithms.scheme_scores import gradient_scores, rounded_as
+from steelyard.algorithms.rounding_ahead import RoundingAhead, Schemes
+from steelyard.algorithms.scheme_scores import gradient_scores
 from steelyard.data.samples import Samples
 from steelyard.data.token_rows import token_rows
 from steelyard.distributed import ThreadPool
 from steelyard.engine.progress import progress
+from steelyard.engine.weight_losses import weight_losses
 from steelyard.errors import DataError, PipelineError, PlanError
 from steelyard.model.layerwise import LayerwiseModel
 from steelyard.model.source import Source
 from steelyard.modifiers.bit_budget import UNQUANTIZED, BitBudgetModifier
-from steelyard.plan.budget_units import BudgetUnit
+from steelyard.plan.budget_units import BudgetUnit, needs_cuda
 from steelyard.words import count
 
 __all__ = ["UnitChoice"]
@@ -42,7 +47,8 @@ Chosen = list[tuple[BudgetUnit, QuantizationScheme | None]]
 class UnitChoice:
     """One choice.
 
-    show: whether to show the progress, as `engine.progress` has it
+    algorithms: of the recipe without the budget; one of them quantizes
+    show:       whether to show the progress, as `engine.progress` has it
     """
 
     def __init__(
@@ -50,9 +56,11 @@ class UnitChoice:
         source: Source,
         units: Sequence[BudgetUnit],
         budget: BitBudgetModifier,
+        algorithms: Sequence[Algorithm],
         show: bool | None,
     ) -> None:
         self.source = source
+        self.algorithms = algorithms
         self.units = list(units)
         self.budget = budget
         self.show = show
@@ -70,7 +78,9 @@ class UnitChoice:
                 "give bits instead"
             )
         else:
-            options = least_loss(self._costs(), self._weight_errors(), self._limit())
+            options = least_loss(
+                self._costs(), weight_losses(self.source, self.units, self.show), self._limit()
+            )
             self.lines.append("chosen by the errors of weights alone, since there is no data")
         chosen = [(unit, unit.schemes[k]) for unit, k in zip(self.units, options, strict=True)]
         if all(scheme is None for _, scheme in chosen):
@@ -78,7 +88,7 @@ class UnitChoice:
                 "BitBudgetModifier leaves every module unquantized: allow more KL divergence, or "
                 "fewer bits"
             )
-        return chosen, [self._summary(options), *self.lines]
+        return chosen, [self._summary(options), *self.lines, *self._served(options)]
 
     # -- the budget ---------------------------------------------------------------------------
 
@@ -109,31 +119,6 @@ class UnitChoice:
                 f"{most:g}; {remedy}"
             )
 
-    # -- without data -------------------------------------------------------------------------
-
-    def _weight_errors(self) -> list[list[float]]:
-        """Return the relative squared errors of each unit under each scheme, summed over modules.
-
-        By the linearity of small errors, equal relative errors of two matrices harm about alike.
-        """
-        found = [[0.0] * len(unit.schemes) for unit in self.units]
-        total = sum(unit.weights * len(unit.schemes) for unit in self.units)
-        with progress("choosing schemes", total, self.show, unit="work") as advance:
-            for unit, errors in zip(self.units, found, strict=True):
-                for planned in unit.modules:
-                    module = self.source.model.get_submodule(planned.name)
-                    with self.source.loaded(module, planned.name):
-                        weight = module.weight.data.float()
-                        energy = float(weight.double().square().sum()) or 1.0
-                        for k, scheme in enumerate(unit.schemes):
-                            if scheme is not None:
-                                name = {planned.name: module}
-                                rounded = rounded_as({planned.name: scheme}, name, planned.dtype)
-                                lost = (rounded[planned.name] - weight).double().square().sum()
-                                errors[k] += float(lost) / energy
-                            advance(weight.numel(), planned.name)
-        return found
-
     # -- with data ----------------------------------------------------------------------------
 
     def _by_data(self, samples: Samples) -> list[int]:
@@ -150,15 +135,25 @@ class UnitChoice:
         scored = [bring(row) for row in _first(others, SCORED)]
         model = LayerwiseModel(self.source, "base")
         pool = ThreadPool.on(self.source.placement.device)
-        passes = MEASUREMENTS if self.budget.bits is None else 2 + SWAPS
+        kinds = min(len({unit.kind for unit in self.units}), KINDS)
+        passes = kinds + (MEASUREMENTS if self.budget.bits is None else 2 + SWAPS)
         total = 3 * _tokens(scored) + (1 + passes) * _tokens(held_out)
+        schemes = {
+            name: [scheme for scheme in unit.schemes if scheme is not None]
+            for unit in self.units
+            for name in unit.names
+        }
         with (
             pool,
             progress("choosing schemes", total, self.show, unit="work") as advance,
-            AssignedSchemes(model, held_out, pool) as assigned,
+            self._rounding(model, schemes) as rounding,
+            AssignedSchemes(model, held_out, pool, rounding) as assigned,
         ):
-            losses = self._scores(model, scored, pool, _times(advance, 3 * _tokens(scored)))
+            work = _times(advance, 3 * _tokens(scored))
+            losses = self._scores(model, scored, pool, work, rounding)
             step = _times(advance, _tokens(held_out))
+            if not rounding.can_measure:
+                return self._predicted(losses)
             assigned.start(step)
 
             def measure(options: Sequence[int]) -> list[float]:
@@ -169,16 +164,39 @@ class UnitChoice:
                 }
                 return assigned.divergences(schemes, step)
 
-            best, uniform = self._best(losses, measure)
+            kinds_of = [unit.kind for unit in self.units]
+            best, uniform = self._best(by_kind(losses, kinds_of, measure), measure)
         compared = ""
         if uniform is not None:
             alike = f"{self.units[0].widths[uniform.options[0]]} bits"
             compared = f", {uniform.kl:.4g} with {alike} in all units"
+        rounded = "as GPTQ rounds them without drift correction"
+        rounded = rounded if rounding.by_hessians else "rounded to nearest"
         self.lines.append(
             f"KL divergence {best.kl:.4g}{compared}: on "
-            f"{count(len(held_out), 'held-out sample')}, with weights rounded to nearest"
+            f"{count(len(held_out), 'held-out sample')}, with weights {rounded}"
         )
         return best.options
+
+    def _rounding(self, model: LayerwiseModel, schemes: Schemes) -> RoundingAhead:
+        quantizing = (a for a in self.algorithms if a.modifier.quantization_config() is not None)
+        weighs = any(a.needs.importance for a in self.algorithms)
+        return RoundingAhead(model, schemes, next(quantizing), weighs)
+
+    def _predicted(self, losses: Sequence[Sequence[float]]) -> list[int]:
+        """Choose by predicted losses alone."""
+        if self.budget.max_kl is not None:
+            raise PlanError(
+                "max_kl needs the rounded weights of all bit_widths, for which TMPDIR has no room: "
+                "set TMPDIR to a larger disk, or give bits instead"
+            )
+        options = least_loss(self._costs(), losses, self._limit())
+        kl = sum(each[k] for each, k in zip(losses, options, strict=True))
+        self.lines.append(
+            f"predicted KL divergence {kl:.4g}; not measured, since TMPDIR has no room for the "
+            "rounded weights of all bit_widths"
+        )
+        return options
 
     def _scores(
         self,
@@ -186,15 +204,11 @@ class UnitChoice:
         rows: Sequence[Row],
         pool: ThreadPool,
         advance: Callable[[float], None],
+        rounding: RoundingAhead,
     ) -> list[list[float]]:
         """Return the losses of each unit; units that no token reaches leave the budget."""
-        schemes = {
-            name: [scheme for scheme in unit.schemes if scheme is not None]
-            for unit in self.units
-            for name in unit.names
-        }
         try:
-            scores = gradient_scores(model, rows, schemes, pool, advance)
+            scores = gradient_scores(model, rows, rounding.schemes, pool, advance, rounding)
         except PipelineError as error:
             raise PipelineError(
                 f"{error}. Leave out the data, and BitBudgetModifier judges by weights alone"
@@ -244,6 +258,16 @@ class UnitChoice:
             f"bit budget: {codes:.4g} bits per weight, {stored:.4g} with scales; of "
             f"{count(len(picked), 'unit')} {', '.join(parts)}"
         )
+
+    def _served(self, options: Sequence[int]) -> list[str]:
+        """Return what a server needs, if that is more than the scheme of the recipe needs."""
+        used = {unit.widths[k] for unit, k in zip(self.units, options, strict=True)}
+        if not (widths := needs_cuda(used)):
+            return []
+        return [
+            f"vLLM serves {' and '.join(map(str, widths))} bits on CUDA alone; bit_widths 4, 8, 16 "
+            "keeps to widths that it serves everywhere"
+        ]
 
 
 def _first(rows: Sequence[Row], tokens: int) -> list[Row]:

@@ -43,7 +43,8 @@ class BitBudgetModifier(Modifier):
     bit_widths: list[int] | None = Field(
         default=None,
         description="bits that a weight may have, 2 to 8, and 16 for unquantized; default: those "
-        "of the scheme, 8 and 16",
+        "of the scheme, 8 and 16, and for symmetric integers up to 6. vLLM serves 2, 3, 5, 6 and 7 "
+        "bits on CUDA alone",
     )
 
     @model_validator(mode="before")

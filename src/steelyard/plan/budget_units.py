@@ -6,7 +6,7 @@ embeddings keep the scheme that the recipe gives them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,9 @@ from steelyard.model.matching import matches
 from steelyard.modifiers.bit_budget import UNQUANTIZED, BitBudgetModifier
 from steelyard.plan.plan import Plan, Planned
 
-__all__ = ["BudgetUnit", "budget_units"]
+__all__ = ["BudgetUnit", "budget_units", "default_widths", "needs_cuda"]
+
+_ANYWHERE = (4, 8, UNQUANTIZED)  # bits that vLLM serves on every device
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,12 @@ class BudgetUnit:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(module.name for module in self.modules)
+
+    @property
+    def kind(self) -> tuple[str, ...]:
+        """The names of its modules without the numbers of layers and experts."""
+        kinds = (".".join(p for p in n.split(".") if not p.isdecimal()) for n in self.names)
+        return tuple(dict.fromkeys(kinds))
 
     @property
     def weights(self) -> int:
@@ -82,9 +90,34 @@ def budget_units(plan: Plan, modifier: BitBudgetModifier, model: Any) -> list[Bu
 def _choices(
     scheme: QuantizationScheme, widths: list[int] | None
 ) -> Iterator[tuple[int, QuantizationScheme | None]]:
-    assert scheme.weights is not None
-    own = scheme.weights.num_bits
-    for bits in widths or sorted({own, max(own, 8), UNQUANTIZED}):
+    for bits in widths or default_widths(scheme):
         other = None if bits == UNQUANTIZED else scheme_with_bits(scheme, bits)
         if other is not None or bits == UNQUANTIZED:
             yield bits, other
+
+
+def needs_cuda(widths: Iterable[int]) -> list[int]:
+    """Return the widths that vLLM serves on CUDA alone."""
+    return sorted(set(widths) - set(_ANYWHERE))
+
+
+def default_widths(scheme: QuantizationScheme) -> list[int]:
+    """Return the widths that a budget chooses from.
+
+    >>> from compressed_tensors.quantization import preset_name_to_scheme
+    >>> [default_widths(preset_name_to_scheme(n, ["Linear"])) for n in ("W4A16", "W8A8")]
+    [[4, 5, 6, 8, 16], [8, 16]]
+    """
+    args = scheme.weights
+    assert args is not None
+    own = args.num_bits
+    between = range(own, 7) if serves_all_widths(scheme) else ()
+    return sorted({own, *between, max(own, 8), UNQUANTIZED})
+
+
+def serves_all_widths(scheme: QuantizationScheme) -> bool:
+    """Whether vLLM serves weights of 2 to 8 bits under a scheme, on CUDA: symmetric integers."""
+    args = scheme.weights
+    if args is None or scheme.input_activations is not None:
+        return False
+    return args.type == "int" and args.symmetric and args.strategy in ("group", "channel")

@@ -35,7 +35,6 @@ def plan_text(plan: Plan) -> str:
         left = [i for i, title in enumerate(_TITLES) if title not in _NUMBERS]
         lines += [f"  {line}" for line in table_lines(_TITLES, rows, left)]
     lines += plan.chosen
-    lines += plan.chosen
     if plan.attention:
         lines.append(
             f"will quantize the states of {count(len(plan.attention), 'attention module')}"

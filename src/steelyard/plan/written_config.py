@@ -20,6 +20,7 @@ from steelyard.checkpoint.written import likely_class
 from steelyard.formats import format_of
 from steelyard.formats.served_rotation import transform_config
 from steelyard.formats.table import overall_format
+from steelyard.fusion import expert_groups, fused_groups
 from steelyard.model.attention import implied_cache_scheme
 from steelyard.model.inputs import output_head
 from steelyard.model.matching import by_all_names
@@ -93,6 +94,8 @@ def _found_targets(source: Source, plan: Plan, group: str, targets: list[str]) -
     members = [planned.name for planned in plan.quantized if planned.group == group]
     others = modules.keys() - set(members)
     found = list(targets)
+    if len(plan.config.config_groups) > 1 and _hides_fused(plan, members):
+        found = [t for t in targets if t in modules or t.startswith("re:")]
     for naming in (source.module_key, source.class_name):
         exact, loose = set(found), [t for t in found if t not in modules]
         pairs = [(naming(name), modules[name]) for name in members]
@@ -100,6 +103,18 @@ def _found_targets(source: Source, plan: Plan, group: str, targets: list[str]) -
         if missing:
             found += targets_for(sorted(missing), {naming(name) for name in others})
     return found
+
+
+def _hides_fused(plan: Plan, members: list[str]) -> bool:
+    """Whether a class as the target of these modules would hide fused layers of other groups.
+
+    vLLM looks for the name of a fused layer, such as qkv_proj, then for its class, and for its
+    parts only after that. So beside other groups a class is replaced by names; not for experts,
+    which vLLM finds by their class alone where their names are its own.
+    """
+    within = set(members)
+    others = [p.name for p in plan.quantized if p.name not in within]
+    return bool(fused_groups(others)) and not expert_groups(members)
 
 
 def _ignored(

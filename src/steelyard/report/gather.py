@@ -17,7 +17,9 @@ from compressed_tensors.quantization import QuantizationArgs
 
 from steelyard.algorithms import ModuleResult
 from steelyard.checkpoint.shards import Shards
+from steelyard.engine.block_names import BLOCK_ERROR, OUTPUT_ERROR, block_errors, block_of
 from steelyard.engine.result import Result
+from steelyard.evaluate.diagnosis import BlockCost
 from steelyard.formats import format_of
 from steelyard.formats.descriptions import describe_scales, scheme_label
 from steelyard.formats.tensor_names import WEIGHT, is_parameter, stores_codes
@@ -25,7 +27,14 @@ from steelyard.names import WEIGHT_OBSERVER
 from steelyard.plan.plan import Plan, Planned
 from steelyard.report.sections import ModuleReport, SchemeUse, SkippedWeight, Summary, decibels
 
-__all__ = ["modules_of", "output_summary", "peak_memory", "skipped_weights", "summary_of"]
+__all__ = [
+    "blocks_of",
+    "modules_of",
+    "output_summary",
+    "peak_memory",
+    "skipped_weights",
+    "summary_of",
+]
 
 _PACKAGES = ("steelyard", "torch", "compressed-tensors", "safetensors", "transformers")
 
@@ -46,8 +55,10 @@ def modules_of(result: Result) -> list[ModuleReport]:
 
 
 def _weight_of(planned: Planned | None, module: ModuleResult) -> dict[str, Any]:
-    details = {k: v for k, v in module.details.items() if k not in ("figures", "output_error")}
-    output_error = module.details.get("output_error")
+    details = {
+        k: v for k, v in module.details.items() if k not in ("figures", OUTPUT_ERROR, BLOCK_ERROR)
+    }
+    output_error = module.details.get(OUTPUT_ERROR)
     about: dict[str, Any] = {
         "shape": None,
         "scheme": "attention states",
@@ -89,6 +100,18 @@ def _place(name: str) -> tuple[str, int | None, int | None, str]:
     expert = int(parts[numbers[1]]) if len(numbers) > 1 else None
     rest = ["*" if i in numbers else part for i, part in enumerate(parts)][first + 1 :]
     return ".".join(parts[:first]), int(parts[first]), expert, ".".join(rest) or "*"
+
+
+def blocks_of(result: Result, modules: Sequence[ModuleReport]) -> list[BlockCost]:
+    """Return the blocks whose output errors a run has measured, without what they would gain."""
+    schemes: dict[str, dict[str, None]] = {}
+    for module in modules:
+        schemes.setdefault(block_of(module.name), {})[module.scheme] = None
+    return [
+        BlockCost(block, error, None, None, list(schemes[block]), [])
+        for block, error in block_errors(result.modules).items()
+        if block in schemes
+    ]
 
 
 def skipped_weights(result: Result) -> list[SkippedWeight]:

@@ -14,7 +14,7 @@ from steelyard.errors import ReportError
 from steelyard.evaluate.diagnosis import BlockCost
 from steelyard.evaluate.token_figures import TokenFigures
 from steelyard.evaluate.verdict import Verdict
-from steelyard.report.gather import modules_of, skipped_weights, summary_of
+from steelyard.report.gather import blocks_of, modules_of, skipped_weights, summary_of
 from steelyard.report.page import page_of
 from steelyard.report.sections import (
     CheckpointRow,
@@ -70,6 +70,7 @@ class Report(BaseModel):
         return cls(
             summary=summary_of(result, modules, folder or result.output_dir),
             modules=modules,
+            blocks=blocks_of(result, modules),
             left=skipped_weights(result),
             changed=sorted(result.changed),
             notes=list(result.notes),

@@ -87,8 +87,9 @@ function main() {
     ? `${[...new Set(s.schemes.map((use) => use.label))].join(", ")} · ${s.created.replace("T", " ").replace("+00:00", " UTC")}`
     : "";
   if (report.verdict) verdict(report.verdict);
+  if (s && !report.verdict) summary(s);
   if (report.blocks.length) blocks(report.blocks, report.better_recipe);
-  if (s) summary(s);
+  if (s && report.verdict) summary(s);
   if (report.evaluation) evaluation(report.evaluation);
   if (report.tokens) tokenFigures(report.tokens);
   if (report.comparison && report.comparison.length)

@@ -73,8 +73,11 @@ function verdict(found) {
 
 function blocks(all, recipe) {
   const gained = all.filter((b) => b.gain !== null);
-  const order = gained.toSorted((a, b) => b.gain - a.gain);
-  const rest = all.filter((b) => b.gain === null);
+  const rest = all
+    .filter((b) => b.gain === null)
+    .toSorted((a, b) => (b.error ?? 0) - (a.error ?? 0));
+  const ranked = gained.length ? [...gained.toSorted((a, b) => b.gain - a.gain), ...rest] : rest;
+  const first = gained.length ? Math.min(3, gained.length) : 3;
   const most = Math.max(1e-12, ...gained.map((b) => b.gain));
   const row = (block) => {
     const filled = el("span", { class: "fill" });
@@ -84,29 +87,34 @@ function blocks(all, recipe) {
       {},
       el("th", { scope: "row", class: "name" }, block.name),
       el("td", {}, block.error ? (-10 * Math.log10(block.error)).toFixed(1) : NONE),
-      el(
-        "td",
-        {},
-        block.gain === null
-          ? NONE
-          : el(
-              "span",
-              { class: "bar-cell" },
-              el(
-                "span",
-                {},
-                small(block.gain),
-                block.gain_error === null
-                  ? null
-                  : el("span", { class: "hint" }, ` ± ${small(block.gain_error)}`),
-              ),
-              el("span", { class: "track" }, filled),
-            ),
-      ),
+      gained.length
+        ? el(
+            "td",
+            {},
+            block.gain === null
+              ? NONE
+              : el(
+                  "span",
+                  { class: "bar-cell" },
+                  el(
+                    "span",
+                    {},
+                    small(block.gain),
+                    block.gain_error === null
+                      ? null
+                      : el("span", { class: "hint" }, ` ± ${small(block.gain_error)}`),
+                  ),
+                  el("span", { class: "track" }, filled),
+                ),
+          )
+        : null,
       el(
         "td",
         { class: "word" },
-        block.schemes.length ? `${block.schemes.join(", ")} → ${block.larger.join(", ")}` : NONE,
+        [block.schemes, block.larger]
+          .filter((s) => s.length)
+          .map((s) => s.join(", "))
+          .join(" → ") || NONE,
       ),
     );
   };
@@ -122,24 +130,26 @@ function blocks(all, recipe) {
           {},
           el("th", { scope: "col" }, "Block"),
           el("th", { scope: "col" }, "Output SNR, dB"),
-          el("th", { scope: "col", class: "barred" }, "KL less"),
-          el("th", { scope: "col", class: "word" }, "With"),
+          gained.length ? el("th", { scope: "col", class: "barred" }, "KL less") : null,
+          el("th", { scope: "col", class: "word" }, gained.length ? "With" : "Scheme"),
         ),
       ),
       el("tbody", {}, rows.map(row)),
     );
   const scrolled = (label, rows) =>
     el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": label }, table(rows));
-  const others = [...order.slice(3), ...rest];
+  const others = ranked.slice(first);
   section(
     "blocks",
-    "Blocks that cost most",
+    gained.length ? "Blocks that cost most" : "Blocks with the largest output errors",
     el(
       "p",
       { class: "hint" },
-      "KL divergence that the model would lose if this block alone had the next larger scheme, measured on held-out text.",
+      gained.length
+        ? "KL divergence that the model would lose if this block alone had the next larger scheme, measured on held-out text."
+        : "Error of the block's output as stored, relative to what the unquantized block adds to its input, on the first batch of the calibration data. steelyard evaluate measures what larger schemes would gain.",
     ),
-    scrolled("Blocks that cost most, as a table", order.slice(0, 3)),
+    scrolled("Blocks, as a table", ranked.slice(0, first)),
     others.length
       ? el(
           "details",

@@ -1,0 +1,185 @@
+"""Output errors of a block right after it is solved: of each module, and of the block as a whole.
+
+The first batch of the run passes the block once before anything is solved, and up to `TOKENS` of
+its tokens are kept at each module. Later each module computes them as it is stored, and the block
+runs the batch again. The errors are relative to what the unquantized modules put out, and to what
+the unquantized block adds to its input. Algorithms that know the output error of a module from
+second moments over all batches, as GPTQ does, have stated it already.
+
+One rank has the first batch, so the number of ranks changes no figure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from compressed_tensors.quantization.lifecycle.forward import forward_quantize
+from torch.nn import Linear, Module
+
+from steelyard.algorithms import ModuleResult
+from steelyard.distributed import ThreadPool
+from steelyard.engine.block_names import BLOCK_ERROR, OUTPUT_ERROR
+from steelyard.engine.parts import Flow, Part
+from steelyard.engine.solving import Solver
+from steelyard.model.placeholders import first_tensor, replaced
+from steelyard.model.precision import computing_in, rounded_once
+from steelyard.observers.lifecycle import with_schemes
+from steelyard.observers.padding import real_tokens
+
+__all__ = ["TOKENS", "BlockOutputs"]
+
+TOKENS = 512
+
+
+class BlockOutputs:
+    """The first batch at a block that is about to be solved.
+
+    dtype: the type to compute in; None for that of the model
+    """
+
+    def __init__(
+        self, part: Part, flow: Flow, solver: Solver, pool: ThreadPool, dtype: torch.dtype | None
+    ) -> None:
+        self.part = part
+        self.solver = solver
+        self.pool = pool
+        self.dtype = dtype
+        self.inputs: dict[str, torch.Tensor] = {}
+        self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self._output: torch.Tensor | None = None
+        if flow.forwards and flow.places[0][0] == 0 and not solver.statistics.only:
+            self._watch(flow)
+
+    def _watch(self, flow: Flow) -> None:
+        modules: dict[str, Any] = dict(self._modules())
+        names = {module: name for name, module in modules.items() if isinstance(module, Linear)}
+
+        def seen(module: Module, args: tuple[Any, ...]) -> None:
+            x = real_tokens(args[0], "input").detach().reshape(-1, args[0].shape[-1])
+            if len(x) and names[module] not in self.inputs:  # type: ignore[index]
+                self.inputs[names[module]] = _spread_out(x)  # type: ignore[index]
+
+        def called(_: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._call = (args, dict(kwargs))
+
+        with contextlib.ExitStack() as hooks:
+            for module in names:
+                hooks.callback(module.register_forward_pre_hook(seen).remove)
+            if flow.collect is not None:
+                handle = self.part.root.register_forward_pre_hook(called, with_kwargs=True)
+                hooks.callback(handle.remove)
+            hooks.enter_context(computing_in(self.part.root, self.dtype))
+            self._run(flow.forwards[0])
+        if self._call is not None:
+            args, kwargs = self._call
+            if not all(map(_is_plain, (*args, *kwargs.values()))):
+                self._call = None
+                return
+            self._call = replaced(args, _wide), replaced(kwargs, _wide)
+            self._output = self._block_output(())
+
+    def _modules(self) -> Mapping[str, Module]:
+        return with_schemes(self.part.root, self.part.name, self.part.without)
+
+    def _run(self, forward: Any) -> Any:
+        """Run a call in the pool, where the number of threads does not change its result."""
+
+        def call() -> Any:
+            with torch.no_grad():
+                return forward()
+
+        return self.pool.do([(0, call)])[0]
+
+    def _block_output(self, quantized: Iterable[Module]) -> torch.Tensor:
+        """Run the kept call in fp32: bf16 would round a large hidden state by more than the error.
+
+        quantized: modules to run as they are stored
+        """
+        assert self._call is not None
+        args, kwargs = self._call
+        root = self.part.root
+        with computing_in(root, torch.float32, scales=True), rounded_once(quantized):
+            found: torch.Tensor = first_tensor(self._run(functools.partial(root, *args, **kwargs)))
+        return found
+
+    @torch.no_grad()
+    def added_to(self, found: Mapping[str, ModuleResult]) -> dict[str, ModuleResult]:
+        """Return the results of the block's modules, with output errors where they are known.
+
+        Every rank calls this, and gets the same.
+        """
+        errors = self.solver.ranks.broadcast(dict(self._errors(found)))
+        block = errors.pop("", None)
+        added = {name: {OUTPUT_ERROR: error} for name, error in errors.items()}
+        if block is not None:
+            for name in found:
+                added[name] = {**added.get(name, {}), BLOCK_ERROR: block}
+        return {
+            name: replace(result, details={**result.details, **added.get(name, {})})
+            for name, result in found.items()
+        }
+
+    def _errors(self, found: Mapping[str, ModuleResult]) -> Iterator[tuple[str, float]]:
+        """Yield the output errors of modules, and under an empty name that of the block."""
+        modules: dict[str, Any] = dict(self._modules())
+        for name, x in self.inputs.items():
+            # a weight that was changed in place cannot be compared any more
+            if name not in found or name not in modules or name in self.solver.adapted:
+                continue
+            if found[name].details.get(OUTPUT_ERROR) is not None:
+                continue
+            if (error := self._run(functools.partial(_output_error, modules[name], x))) is not None:
+                yield name, error
+        if self._output is None or self._call is None or not modules:
+            return
+        args, kwargs = self._call
+        output = self._block_output(modules.values())
+        hidden = args[0] if args else next(iter(kwargs.values()))
+        added = self._output
+        if isinstance(hidden, torch.Tensor) and hidden.shape == added.shape:
+            added = added - hidden
+        if (error := _relative(output, self._output, added)) is not None:
+            yield "", error
+
+
+def _spread_out(x: torch.Tensor) -> torch.Tensor:
+    """Return at most `TOKENS` rows, at equal distances."""
+    if len(x) <= TOKENS:
+        return x.clone()
+    return x[torch.linspace(0, len(x) - 1, TOKENS, device=x.device).long()]
+
+
+def _wide(value: Any) -> Any:
+    is_narrow = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.float() if is_narrow else value
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a call with this value can be repeated: no object that the block changes."""
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (torch.Tensor, bool, int, float, str))
+
+
+def _output_error(module: Any, x: torch.Tensor) -> float | None:
+    """Return the error of what a module puts out as it is stored, weight and input rounded."""
+    scheme = module.quantization_scheme
+    weight, x = module.weight.data.float(), x.float()
+    wanted = x @ weight.T
+    if scheme.weights is not None:
+        weight = forward_quantize(module, weight, "weight", scheme.weights).float()
+    if scheme.input_activations is not None:
+        x = forward_quantize(module, x[None], "input", scheme.input_activations)[0].float()
+    return _relative(x @ weight.T, wanted, wanted)
+
+
+def _relative(found: torch.Tensor, wanted: torch.Tensor, size: torch.Tensor) -> float | None:
+    """Return the squared error over the square of `size`; None if that is zero."""
+    noise = float((found - wanted).double().square().sum())
+    signal = float(size.double().square().sum())
+    return noise / signal if signal else None
