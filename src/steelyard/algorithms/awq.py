@@ -17,7 +17,7 @@ import torch
 from steelyard.algorithms.algorithm import Algorithm
 from steelyard.algorithms.balancing import Balancing, BalancingState
 from steelyard.algorithms.block import Block
-from steelyard.algorithms.block_error import best_of
+from steelyard.algorithms.factor_choice import best_of
 from steelyard.algorithms.pair_error import PairError, is_measurable, pair_error, source_error
 from steelyard.algorithms.pairs import Pair, folded
 from steelyard.modifiers.awq import AWQModifier
@@ -42,7 +42,8 @@ class AWQ(Balancing):
         if found is None:
             return None
         factor, ratios = found
-        return None if max(ratios) > 1 else best_of(block, pair, state, [factor], _BATCHES)
+        wins = max(ratios) <= 1 and best_of(block, pair, state, [factor], _BATCHES) is not None
+        return factor if wins else None
 
 
 def best_factor(

@@ -58,6 +58,7 @@ class Solver:
         self.pool = pool
         self.unseen: list[str] = []
         self._without_drift: set[str] = set()  # reasons
+        self._dynamic: dict[str, str] = {}  # modules that need dynamic scales, found by transforms
         self.own_schemes: dict[str, QuantizationScheme] = {}  # in place of the recipe's
         self.claims = {planned.name: planned.modifier for planned in result.plan.quantized}
         self.claims |= dict.fromkeys(result.plan.attention, result.plan.attention_modifier)
@@ -127,6 +128,7 @@ class Solver:
             notes=self.result.notes,
             adapted=self._adapted,
             unserved=self.uncalibratable,
+            dynamic=self._dynamic,
             **more,
         )
 
@@ -177,7 +179,8 @@ class Solver:
         share_among_experts(calibration)
         self.result.notes += starved_experts(calibration)
         self._note_unseen(calibration)
-        mended = mend_unserved(calibration, self.uncalibratable, self.result.notes)
+        choice = self.uncalibratable
+        mended = mend_unserved(calibration, choice, self.result.notes, self._dynamic)
         self.own_schemes |= mended
         work.release([name for name in mended if name not in modules])
         known = len(self.result.notes)
