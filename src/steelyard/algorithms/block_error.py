@@ -63,13 +63,15 @@ class BlockError:
         return [name for name in names if _is_static(self.block.within[name], local=False)]
 
     @torch.no_grad()
-    def of(self, candidates: Sequence[Candidate], batches: int | None = None) -> list[list[float]]:
+    def of(
+        self, candidates: Sequence[Candidate], start: int = 0, stop: int | None = None
+    ) -> list[list[float]]:
         """Return the error with each candidate, by batch; the same on every rank.
 
-        batches: only so many
+        start, stop: of the batches to measure on
         """
         block, outputs = self.block, self.state.outputs
-        mine = self._mine(self.numbers[:batches])
+        mine = self._mine(self.numbers[start:stop])
         for index, number in mine:
             if number not in outputs:  # folding leaves them as they are
                 outputs[number] = block.forward(index)

@@ -60,32 +60,35 @@ def best_of(
 
 
 def _best(measure: BlockError, factors: Sequence[torch.Tensor], dynamic: bool) -> _Choice:
-    order = list(range(len(factors)))
-    if len(order) > _FINALISTS:
-        first = measure.of([Candidate(factor, dynamic) for factor in factors], 1)
-        order = sorted(order, key=lambda i: math.fsum(first[i]))[:_FINALISTS]
-    tried = [torch.ones_like(factors[0]), *(factors[i] for i in order)]
-    plain, *errors = measure.of([Candidate(factor, dynamic) for factor in tried])
+    every = [Candidate(torch.ones_like(factors[0]), dynamic)]
+    every += [Candidate(factor, dynamic) for factor in factors]
+    first = measure.of(every, stop=1)
+    order = sorted(range(1, len(every)), key=lambda i: math.fsum(first[i]))[:_FINALISTS]
+    rest = measure.of([every[i] for i in (0, *order)], start=1)
+    plain, *errors = ([*first[i], *more] for i, more in zip((0, *order), rest, strict=True))
     best = min(range(len(errors)), key=lambda i: math.fsum(errors[i]))
     after = errors[best]
     shares = [error / own if own else 1.0 for own, error in zip(plain, after, strict=True)]
     falls = math.fsum(after) < (1 - _LEAST_GAIN) * math.fsum(plain)
     if not falls or not is_gain([1.0] * len(shares), shares):
         return _Choice(None, plain, plain)
-    return _Choice(order[best], plain, after)
+    return _Choice(order[best] - 1, plain, after)
 
 
 def _with_dynamic(measure: BlockError, factors: Sequence[torch.Tensor], static: _Choice) -> _Choice:
     """Return the choice with dynamic scales if a static one costs more than a bit."""
     ones = torch.ones_like(factors[0])
-    quick = measure.of([Candidate(each, dynamic=True) for each in (ones, factors[0])], 1)
+    quick = measure.of([Candidate(each, dynamic=True) for each in (ones, factors[0])], stop=1)
     if static.after[0] <= _ONE_BIT * min(math.fsum(each) for each in quick):
         return static
     dynamic = _best(measure, factors, dynamic=True)
-    ratio = math.fsum(static.after) / math.fsum(dynamic.after)
-    if ratio <= _ONE_BIT:
+    one, other = math.fsum(static.after), math.fsum(dynamic.after)
+    if one <= _ONE_BIT * other:
         return static
-    name = measure.block.name
-    reason = f"the output of {name} has {ratio:.1f} times the squared error of dynamic ones"
+    ratio = f"{one / other:.1f}" if other else "many"
+    reason = (
+        f"with one, the output of {measure.block.name} has {ratio} times the squared error that it "
+        "has with dynamic ones"
+    )
     measure.block.dynamic.update(dict.fromkeys(measure.static, reason))
     return dynamic
