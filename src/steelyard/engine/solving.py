@@ -115,13 +115,12 @@ class Solver:
             for path, module in root.named_modules()
             if module not in left_out
         }
-        schemes = {} if calibration is None else calibration.modules
         return Block(
             name,
             root,
             within,
             calibration=calibration,
-            owners=owners_of(schemes, self.ranks.count),
+            owners=owners_of(calibration.modules if calibration else {}, self.ranks.count),
             ranks=self.ranks,
             pool=self.pool,
             device=self.device,
@@ -168,8 +167,7 @@ class Solver:
 
     def solve(self, block: Block, work: Work) -> dict[str, ModuleResult]:
         """Find the quantization parameters of an observed block, and round its weights."""
-        ranks, calibration = self.ranks, block.calibration
-        modules = calibration.modules
+        ranks, calibration, modules = self.ranks, block.calibration, block.calibration.modules
         calibration.sync(ranks)
         self.statistics.exchange(calibration, self.device)
         work.join()
@@ -179,8 +177,7 @@ class Solver:
         share_among_experts(calibration)
         self.result.notes += starved_experts(calibration)
         self._note_unseen(calibration)
-        choice = self.uncalibratable
-        mended = mend_unserved(calibration, choice, self.result.notes, self._dynamic)
+        mended = mend_unserved(block)
         self.own_schemes |= mended
         work.release([name for name in mended if name not in modules])
         known = len(self.result.notes)
