@@ -7,6 +7,8 @@ compressed-tensors' own function.
 
     python benchmarks/activations.py quality MODEL [--text FILE] [--json FILE]
     python benchmarks/activations.py speed [--json FILE]      # beside torch.ao's HistogramObserver
+
+If nvidia-modelopt can be imported, its calibrators are timed, too.
 """
 
 from __future__ import annotations
@@ -204,7 +206,27 @@ def our_sides() -> dict[str, tuple[Any, Any, Any]]:
     build = partial(Observer.load_from_registry, base_name="input", args=args)
     ours = {name: (partial(build, name), Observer.__call__, get_qparams) for name in OURS}
     theirs = HistogramObserver, HistogramObserver.__call__, HistogramObserver.calculate_qparams
-    return {"torch.ao HistogramObserver": theirs, **ours}
+    return {"torch.ao HistogramObserver": theirs, **modelopt_sides(), **ours}
+
+
+def modelopt_sides() -> dict[str, tuple[Any, Any, Any]]:
+    """Return the same for ModelOpt's calibrators; none without the package."""
+    try:
+        from modelopt.torch.quantization.calib import HistogramCalibrator, MaxCalibrator
+    except ModuleNotFoundError:
+        return {}
+    sides: dict[str, tuple[Any, Any, Any]] = {
+        f"ModelOpt histogram, {method}": (
+            HistogramCalibrator,
+            HistogramCalibrator.collect,
+            partial(HistogramCalibrator.compute_amax, method=method),
+        )
+        for method in ("percentile", "entropy")
+    }
+    return {
+        **sides,
+        "ModelOpt max": (MaxCalibrator, MaxCalibrator.collect, MaxCalibrator.compute_amax),
+    }
 
 
 def get_qparams(observer: Any) -> Any:
@@ -245,7 +267,8 @@ def speed(options: argparse.Namespace) -> dict[str, Any]:
     results = measured(our_sides(), options.runs)
     for row in results:
         print(f"{row['dtype']:9} {row['side']:28} {row['ns']:6.2f} ns, {row['solve_ms']:7.1f} ms")
-    outcome = {"processor": processor(), "versions": versions("torch"), "results": results}
+    names = ["torch", *(["nvidia-modelopt"] if modelopt_sides() else [])]
+    outcome = {"processor": processor(), "versions": versions(*names), "results": results}
     if options.json:
         options.json.write_text(json.dumps(outcome, indent=1) + "\n")
     return outcome

@@ -341,8 +341,9 @@ def activations_table(found: dict) -> str:
 
 
 def activation_speed_table(found: dict) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     lines = [
-        f"{found['processor']}; torch {found['versions']['torch']}; one thread, CPU time.",
+        f"{found['processor']}; {versions}; one thread, CPU time.",
         "",
         "| observer | fp32, ns per value | bf16 | choosing the range, ms |",
         "|---|---|---|---|",

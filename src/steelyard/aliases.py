@@ -23,15 +23,11 @@ ALIASES = {
     # what `from steelyard.modifiers.quantization import calibration` looks for
     "steelyard.modifiers.calibration": "steelyard.observers.calibration",
     "steelyard.modifiers.imatrix": "steelyard.modifiers.importance",
-    "steelyard.modifiers.logarithmic_equalization": "steelyard.modifiers.smoothing",
     "steelyard.modifiers.quantization": "steelyard.modifiers",
     "steelyard.modifiers.quantization.calibration": "steelyard.observers.calibration",
     "steelyard.modifiers.quantization.gptq": "steelyard.modifiers.gptq",
-    "steelyard.modifiers.smoothquant": "steelyard.modifiers.smoothing",
     "steelyard.modifiers.transform": "steelyard.modifiers",
-    "steelyard.modifiers.transform.awq": "steelyard.modifiers.awq",
     "steelyard.modifiers.transform.imatrix": "steelyard.modifiers.importance",
-    "steelyard.modifiers.transform.smoothquant": "steelyard.modifiers.smoothing",
 }
 """Alias -> module."""
 
@@ -40,6 +36,11 @@ _OF_MODIFIERS = (
     *("pruning.wanda", "quantization.quantization"),
     "transform.quip",
 )
+_OF_SMOOTHING = (
+    *("smoothquant", "smoothquant.base", "logarithmic_equalization"),
+    *("logarithmic_equalization.base", "transform.smoothquant", "transform.smoothquant.base"),
+)
+_OF_AWQ = ("transform.awq", "transform.awq.base", "transform.awq.mappings")
 _OF_SPINQUANT = (
     *("transform.spinquant", "transform.spinquant.base", "transform.spinquant.mappings"),
     "transform.spinquant.norm_mappings",
@@ -74,6 +75,8 @@ FORWARDED = {
     "steelyard.utils.dev": "steelyard.script_tools",
     "steelyard.utils.transformers": "steelyard.script_tools",
     **{f"steelyard.modifiers.{name}": "steelyard.modifiers" for name in _OF_MODIFIERS},
+    **{f"steelyard.modifiers.{n}": "steelyard.modifiers.smoothing" for n in _OF_SMOOTHING},
+    **{f"steelyard.modifiers.{n}": "steelyard.modifiers.awq" for n in _OF_AWQ},
     **{f"steelyard.modifiers.{n}": "steelyard.modifiers.spinquant" for n in _OF_SPINQUANT},
 }
 """Path -> module that has its names; a module of its own, so that it may have parts."""

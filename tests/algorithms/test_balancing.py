@@ -190,6 +190,7 @@ def test_samples_join_as_one_process() -> None:
     joined = InputStatistics(limit=10)
     joined.restore([part.state() for part in reversed(parts)], torch.device("cpu"))
     assert_close(joined.magnitudes(), torch.cat(batches).abs().amax(0), rtol=0, atol=0)
+    assert_close(joined.magnitudes(even=True), torch.cat(batches[::2]).abs().amax(0))
     for one, other in zip(whole.halves(torch.device("cpu")), joined.halves("cpu"), strict=True):  # type: ignore[arg-type]
         assert_close(one, other, rtol=0, atol=0)
     fitted, held_out = whole.halves(torch.device("cpu"))

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from steelyard import oneshot
 from steelyard.algorithms.as_stored import rounded_inputs
-from steelyard.modifiers import GPTQModifier, QuantizationModifier
+from steelyard.modifiers import GPTQModifier, QuantizationModifier, TransformModifier
 
 NAME = "model.layers.0.mlp.down_proj"
 HUGE = 5  # a token
@@ -86,6 +86,28 @@ def test_named_or_dynamic(modifier: Any, folder: Path, tmp_path: Path) -> None:
     )
     assert "group_0" in config["config_groups"]
     assert distance(folder, tmp_path / "dynamic") < 0.5 * distance(folder, tmp_path / "static")
+
+
+def test_a_transform_gives_dynamic_scales_where_a_static_one_costs_a_bit(
+    folder: Path, tmp_path: Path
+) -> None:
+    """A factor that takes huge inputs down would make their column the largest of each row."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.get_submodule(NAME).weight.data[:, 0] *= 50
+    model.save_pretrained(tmp_path / "m")
+    recipe = [TransformModifier(n_grid=2), QuantizationModifier(**RECIPE)]
+    outputs = [tmp_path / choice for choice in ("dynamic", "note")]
+    found, _ = (
+        oneshot(tmp_path / "m", recipe, samples(), each, uncalibratable=each.name)
+        for each in outputs
+    )
+    measured = [note for note in found.notes if "times the squared error" in note]
+    names = [note.partition(": ")[0] for note in measured]
+    assert NAME in names and len(names) < 5
+    scales = {f"{name}.input_scale" for name in names}
+    assert read(outputs[1]).keys() - read(outputs[0]).keys() == scales
+    dynamic, static = (distance(tmp_path / "m", each) for each in outputs)
+    assert dynamic < 0.5 * static
 
 
 @pytest.mark.parametrize("choice", ["note", "dynamic", "leave"])

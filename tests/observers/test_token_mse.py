@@ -142,6 +142,24 @@ def test_unserved_if_most_tokens_lose_half_of_their_norm(kind: str, huge: float)
     assert (reason is not None and "lose half of their norm" in reason) == (np.median(off) > 0.5)
 
 
+@pytest.mark.parametrize("huge", [3.0, 12.0, 40.0, 300.0])
+def test_unserved_if_the_range_cuts_off_half_of_a_token(huge: float) -> None:
+    """Relative to its token a huge value counts no more than others, so the range cuts it off."""
+    values = [value.clone() for value in tokens_of()]
+    for value in values:
+        value[:, 0] = 0.3
+        value[:, 0, 5] = huge
+    observer = observed(values, relative=1.0)
+    scale = float(observer.get_qparams()["scale"])
+    x = np.concatenate([v.double().numpy().reshape(-1, 96) for v in values])
+    off = np.linalg.norm(rounded(x / scale, "int") * scale - x, axis=1) / np.linalg.norm(x, axis=1)
+    beyond = np.abs(x).max(1) > 127.5 * scale
+    assert np.median(off) < 0.5
+    reason = observer.unserved()
+    assert (reason is not None) == bool((off[beyond] > 0.5).any()) == (huge > 12)
+    assert reason is None or reason == "the range cuts off half of the norm of 1.56% of the tokens"
+
+
 def test_too_many_histograms_and_damaged_tables_are_refused(tmp_path) -> None:
     args = QuantizationArgs(num_bits=4, strategy="group", group_size=32)
     wide = Observer.load_from_registry("token_mse", base_name="weight", args=args)

@@ -35,6 +35,7 @@ __all__ = [
     "set_importance_power",
     "shared_rounding",
     "stored_parameters",
+    "token_rounding",
     "weight_observers",
     "with_scheme",
 ]
@@ -161,6 +162,17 @@ def rounded_inputs(module: Module, x: torch.Tensor, unserved: str = "note") -> R
     if unserved != "note" and observer.unserved() is not None:
         return _rounding(module, "input", per_token(args), None) if unserved == "dynamic" else None
     return _rounding(module, "input", args, observer)
+
+
+def token_rounding(modules: Mapping[str, Module], names: Sequence[str]) -> dict[str, Rounding]:
+    """Return how modules round their inputs with a scale for each token instead of a static one."""
+    found: dict[str, Rounding] = {}
+    for name in names:
+        args = args_for(modules[name], "input")
+        if args is not None:
+            served = per_token(args) if args.dynamic is False else args
+            found[name] = _rounding(modules[name], "input", served, None)
+    return found
 
 
 def per_token(args: QuantizationArgs) -> QuantizationArgs:

@@ -10,7 +10,7 @@ from steelyard.algorithms.algorithm import Algorithm
 from steelyard.algorithms.awq import best_factor
 from steelyard.algorithms.balancing import Balancing, BalancingState
 from steelyard.algorithms.block import Block
-from steelyard.algorithms.block_error import best_of
+from steelyard.algorithms.factor_choice import best_of
 from steelyard.algorithms.pair_error import is_measurable
 from steelyard.algorithms.pairs import Pair
 from steelyard.algorithms.smoothing import largest_weights, smoothed
@@ -31,18 +31,23 @@ class AutoTransform(Balancing):
         if not is_measurable(block, pair, state):
             return None
         factors = list(self._candidates(block, pair, state))
-        return best_of(block, pair, state, factors, self.modifier.batches) if factors else None
+        judged = [each for each, _ in factors]
+        best = best_of(block, pair, state, judged, self.modifier.batches) if factors else None
+        return None if best is None else factors[best][1]
 
     def _candidates(
         self, block: Block, pair: Pair, state: BalancingState
-    ) -> Iterator[torch.Tensor]:
-        inputs, which = state.magnitudes(pair), self.modifier.transform
-        if inputs is None:
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield each factor as it is judged, made from even batches, and from all batches."""
+        even, every = (state.magnitudes(pair, only) for only in (True, False))
+        which = self.modifier.transform
+        if even is None or every is None:
             return
         if which in ("auto", "smoothquant"):
             weights = largest_weights(block, pair)
-            yield from (smoothed(inputs, weights, strength) for strength in _STRENGTHS)
+            for strength in _STRENGTHS:
+                yield smoothed(even, weights, strength), smoothed(every, weights, strength)
         if which in ("auto", "awq"):
             found = best_factor(block, pair, state, self.modifier.n_grid, "both")
             if found is not None:
-                yield found[0]
+                yield found[0], found[0]

@@ -17,8 +17,14 @@ import torch
 from steelyard.algorithms.algorithm import Algorithm
 from steelyard.algorithms.balancing import Balancing, BalancingState
 from steelyard.algorithms.block import Block
-from steelyard.algorithms.block_error import best_of
-from steelyard.algorithms.pair_error import PairError, is_measurable, pair_error, source_error
+from steelyard.algorithms.factor_choice import best_of
+from steelyard.algorithms.pair_error import (
+    PairError,
+    is_measurable,
+    pair_error,
+    plain_outputs,
+    source_error,
+)
 from steelyard.algorithms.pairs import Pair, folded
 from steelyard.modifiers.awq import AWQModifier
 from steelyard.observers.steps import args_for
@@ -42,7 +48,8 @@ class AWQ(Balancing):
         if found is None:
             return None
         factor, ratios = found
-        return None if max(ratios) > 1 else best_of(block, pair, state, [factor], _BATCHES)
+        wins = max(ratios) <= 1 and best_of(block, pair, state, [factor], _BATCHES) is not None
+        return factor if wins else None
 
 
 def best_factor(
@@ -72,9 +79,11 @@ def _ratios(errors: Mapping[str, float], plain: Mapping[str, float]) -> list[flo
 def _errors(
     block: Block, pair: Pair, state: BalancingState, factors: Sequence[torch.Tensor]
 ) -> list[tuple[PairError, float]]:
+    plain = plain_outputs(block, pair, state)
+
     def error(factor: torch.Tensor) -> tuple[dict[str, float], dict[str, float], float]:
         candidate = folded(block, pair, factor)
-        found = pair_error(block, pair, state, candidate)
+        found = pair_error(block, pair, state, candidate, plain)
         return found.fit, found.held_out, source_error(block, pair, candidate)
 
     ranks = block.ranks

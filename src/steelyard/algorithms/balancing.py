@@ -31,6 +31,7 @@ class BalancingState:
     inputs:  by the name of the first reader of each input
     batches: numbers of this rank's batches, in order
     gains:   of each pair that is balanced by measurement, squared errors before and after
+    outputs: of the block before it was changed, by the number of the batch
     """
 
     block: str
@@ -38,6 +39,7 @@ class BalancingState:
     inputs: dict[str, InputStatistics] = field(default_factory=dict)
     batches: dict[int, None] = field(default_factory=dict)
     gains: list[tuple[float, float]] = field(default_factory=list)
+    outputs: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def statistics(self, pair: Pair) -> Iterator[tuple[InputStatistics, list[str]]]:
         """Yield each input of a pair that saw tokens, with the readers that share it.
@@ -56,9 +58,12 @@ class BalancingState:
             by_number.setdefault(numbers_of(name, self.block), []).append(name)
         return list(by_number.values())
 
-    def magnitudes(self, pair: Pair) -> torch.Tensor | None:
-        """Return max|x| of the inputs of a pair, (size,); None if no token reached it."""
-        found = [statistics.magnitudes() for statistics, _ in self.statistics(pair)]
+    def magnitudes(self, pair: Pair, even: bool = False) -> torch.Tensor | None:
+        """Return max|x| of the inputs of a pair, (size,); None if no token reached it.
+
+        even: of even batches alone
+        """
+        found = [statistics.magnitudes(even) for statistics, _ in self.statistics(pair)]
         return pair.largest(torch.stack(found).amax(0)) if found else None
 
 
@@ -114,6 +119,7 @@ class Balancing(Algorithm):
             if factor is not None:
                 for name, value in folded(block, pair, factor).tensors.items():
                     block.change(name, value)
+        state.outputs.clear()
         self._note_gains(block, state)
         self._note_unbalanced(block, state)
 

@@ -34,6 +34,7 @@ class Block:
     padding:   of each batch, the mask of its real tokens, (batch, seq); None if all are real
     adapted:   names of modules whose weights are not rounded to nearest, such as by GPTQ
     unserved:  what happens to modules whose inputs no static scale serves: note, dynamic or leave
+    dynamic:   modules that a transform found to need dynamic scales of inputs, with the reason
     advance:   shows progress: takes the share of `tune` that was done since the last call, and a
                text
     """
@@ -59,6 +60,7 @@ class Block:
         padding: Sequence[torch.Tensor | None] = (),
         adapted: Collection[str] = (),
         unserved: str = "note",
+        dynamic: dict[str, str] | None = None,
         advance: Callable[[float, str], None] = lambda _share, _where: None,
     ) -> None:
         self.name = name
@@ -77,6 +79,7 @@ class Block:
         self.padding = padding
         self.adapted = adapted
         self.unserved = unserved
+        self.dynamic: dict[str, str] = {} if dynamic is None else dynamic
         self.advance = advance
         self._calibration = calibration
         self._forwards = forwards
@@ -176,6 +179,7 @@ class Block:
             "padding": self.padding,
             "adapted": self.adapted,
             "unserved": self.unserved,
+            "dynamic": self.dynamic,
             "advance": self.advance,
         }
         return Block(self.name, self.root, modules, **fields)

@@ -10,8 +10,8 @@ with huge values do not decide alone, but count, since all others may attend to 
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,100 +23,129 @@ from steelyard.algorithms.as_stored import (
     needs_importance,
     rounded_weights,
     shared_rounding,
+    token_rounding,
 )
 from steelyard.algorithms.balancing import BalancingState
 from steelyard.algorithms.block import Block
-from steelyard.algorithms.guard import is_gain
 from steelyard.algorithms.pair_check import replaced_tensors
-from steelyard.algorithms.pairs import Folded, Pair, folded
+from steelyard.algorithms.pairs import Pair, folded
 from steelyard.observers.steps import args_for
 
-__all__ = ["best_of", "block_errors"]
-
-_LEAST_GAIN = 0.01  # of the error; a smaller one changes nothing that can be measured
+__all__ = ["BlockError", "Candidate"]
 
 
-def best_of(
-    block: Block,
-    pair: Pair,
-    state: BalancingState,
-    factors: Sequence[torch.Tensor],
-    batches: int,
-) -> torch.Tensor | None:
-    """Return the factor with the least error of the block's output; None if none wins.
+@dataclass(frozen=True)
+class Candidate:
+    """A factor of a pair, and whether its readers get a scale for each token."""
 
-    A factor wins if the batches' errors fall by more than noise explains, and by at least 1 %. Adds
-    the error before and after to `state.gains`.
+    factor: torch.Tensor
+    dynamic: bool = False
 
-    batches: number of batches to measure on
+
+class BlockError:
+    """Measures the output of a block with candidates for one pair.
+
+    batches: number of batches to measure on, and to take static scales from
     """
-    plain, *errors = block_errors(
-        block, pair, state, [torch.ones_like(factors[0]), *factors], batches
-    )
-    best = min(range(len(errors)), key=lambda i: math.fsum(errors[i]))
-    before, after = math.fsum(plain), math.fsum(errors[best])
-    shares = [error / own if own else 1.0 for own, error in zip(plain, errors[best], strict=True)]
-    if not after < (1 - _LEAST_GAIN) * before or not is_gain([1.0] * len(shares), shares):
-        return None
-    state.gains.append((before, after))
-    return factors[best]
 
+    def __init__(self, block: Block, pair: Pair, state: BalancingState, batches: int) -> None:
+        self.block, self.pair, self.state = block, pair, state
+        every = sorted(n for part in block.ranks.gather(list(state.batches)) for n in part)
+        even, self.numbers = (
+            [n for n in every if n % 2 == rest][:batches] or every[:batches] for rest in (0, 1)
+        )
+        self.inputs = self._inputs(even)
 
-def block_errors(
-    block: Block,
-    pair: Pair,
-    state: BalancingState,
-    factors: Sequence[torch.Tensor],
-    batches: int,
-) -> list[list[float]]:
-    """Return the error with each factor, by batch; the same on every rank."""
-    even, odd = _measured(block, state, batches)
-    inputs = _inputs(block, pair, state, even)
-    outputs = {number: block.forward(index) for index, number in odd}
-    dtype = next((each.dtype for each in outputs.values()), torch.float32)
-    found: dict[int, list[float]] = {number: [] for _, number in odd}
-    for factor in factors:
-        with _as_stored(block, state, pair, folded(block, pair, factor), inputs, dtype):
-            for index, number in odd:
-                expected = outputs[number].double()
-                off = (block.forward(index).double() - expected).square().sum(-1)
-                size = expected.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
-                found[number].append(float((off / size.sqrt()).sum()))
-    every = {n: errors for part in block.ranks.gather(found) for n, errors in part.items()}
-    return [[every[number][i] for number in sorted(every)] for i in range(len(factors))]
+    @property
+    def static(self) -> list[str]:
+        """Names of the readers with a static scale for all of their inputs."""
+        names = [name for name in self.pair.readers if name in self.block.within]
+        return [name for name in names if _is_static(self.block.within[name], local=False)]
 
+    @torch.no_grad()
+    def of(
+        self, candidates: Sequence[Candidate], start: int = 0, stop: int | None = None
+    ) -> list[list[float]]:
+        """Return the error with each candidate, by batch; the same on every rank.
 
-def _measured(
-    block: Block, state: BalancingState, limit: int
-) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Return this rank's even and odd batches, at most `limit` of all ranks' each.
+        start, stop: of the batches to measure on
+        """
+        block, outputs = self.block, self.state.outputs
+        mine = self._mine(self.numbers[start:stop])
+        for index, number in mine:
+            if number not in outputs:  # folding leaves them as they are
+                outputs[number] = block.forward(index)
+        dtype = next((outputs[number].dtype for _, number in mine), torch.float32)
+        found: dict[int, list[float]] = {number: [] for _, number in mine}
+        for candidate in candidates:
+            with self._as_stored(candidate, dtype):
+                for index, number in mine:
+                    expected = outputs[number].double()
+                    off = (block.forward(index).double() - expected).square().sum(-1)
+                    size = expected.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
+                    found[number].append(float((off / size.sqrt()).sum()))
+        every = {n: errors for part in block.ranks.gather(found) for n, errors in part.items()}
+        return [[every[number][i] for number in sorted(every)] for i in range(len(candidates))]
 
-    Each has its index on this rank and its number in the run. A single batch is both.
-    """
-    every = sorted(n for part in block.ranks.gather(list(state.batches)) for n in part)
-    halves = []
-    for rest in (0, 1):
-        chosen = set([n for n in every if n % 2 == rest][:limit] or every[:limit])
-        halves.append([(i, n) for i, n in enumerate(state.batches) if n in chosen])
-    return halves[0], halves[1]
+    def _mine(self, numbers: Sequence[int]) -> list[tuple[int, int]]:
+        """Return those of this rank's batches, each with its index here and its number."""
+        chosen = set(numbers)
+        return [(i, n) for i, n in enumerate(self.state.batches) if n in chosen]
 
+    def _inputs(self, numbers: Sequence[int]) -> dict[str, torch.Tensor]:
+        """Return the inputs that a static scale needs, (tokens, channels), by the first reader."""
+        block = self.block
+        first = [names[0] for _, names in self.state.statistics(self.pair)]
+        static = [name for name in first if _is_static(block.within[name], local=True)]
+        if not static:
+            return {}
+        found = {number: _seen(block, static, index) for index, number in self._mine(numbers)}
+        every = {n: seen for part in block.ranks.gather(found) for n, seen in part.items()}
+        inputs = {}
+        for name in static:
+            rows = [every[n][name] for n in sorted(every) if name in every[n]]
+            if rows:
+                inputs[name] = torch.cat(rows).to(block.device)
+        return inputs
 
-def _inputs(
-    block: Block, pair: Pair, state: BalancingState, batches: Sequence[tuple[int, int]]
-) -> dict[str, torch.Tensor]:
-    """Return the inputs that a static scale needs, (tokens, channels), by the first reader."""
-    first = [names[0] for _, names in state.statistics(pair)]
-    static = [name for name in first if _is_static(block.within[name])]
-    if not static:
-        return {}
-    found = {number: _seen(block, static, index) for index, number in batches}
-    every = {n: seen for part in block.ranks.gather(found) for n, seen in part.items()}
-    inputs = {}
-    for name in static:
-        rows = [every[n][name] for n in sorted(every) if name in every[n]]
-        if rows:
-            inputs[name] = torch.cat(rows).to(block.device)
-    return inputs
+    @contextlib.contextmanager
+    def _as_stored(self, candidate: Candidate, dtype: torch.dtype) -> Iterator[None]:
+        """Let the block compute with the pair as it would be stored; dtype: of the computation."""
+        block = self.block
+        pair = folded(block, self.pair, candidate.factor)
+        squares: dict[str, tuple[torch.Tensor, int]] = {}
+        roundings: dict[str, Rounding] = {}
+        for statistics, names in self.state.statistics(self.pair):
+            rows = statistics.halves(block.device)[0] / pair.columns
+            squares |= dict.fromkeys(names, (rows.square().sum(0), len(rows)))
+            given = self.inputs[names[0]] / pair.columns if names[0] in self.inputs else rows
+            if candidate.dynamic:
+                roundings |= token_rounding(block.within, names)
+            else:
+                roundings |= shared_rounding(block.within, names, given, self._unserved)
+        weights = {
+            name: value
+            for key, value in pair.tensors.items()
+            if key.endswith(".weight")
+            # the inputs of the Linear that feeds a pair are not known here
+            and ((name := key.removesuffix(".weight")) in squares or not _unknown(block, name))
+        }
+        rounded = rounded_weights(block.within, weights, squares)
+        changed = {name: value.to(dtype) for name, value in pair.tensors.items()}
+        changed |= {f"{name}.weight": value.to(dtype) for name, value in rounded.items()}
+        with replaced_tensors(block, changed), contextlib.ExitStack() as hooks:
+            for name, rounding in roundings.items():
+                hook = partial(_rounded_call, rounding)
+                hooks.callback(block.within[name].register_forward_pre_hook(hook).remove)
+            yield
+
+    @property
+    def _unserved(self) -> str:
+        """How a static candidate is rounded if the observer says that no static scale serves it.
+
+        With "dynamic" it stays static: whether dynamic scales serve better is measured.
+        """
+        return "note" if self.block.unserved == "dynamic" else self.block.unserved
 
 
 def _seen(block: Block, names: Sequence[str], batch: int) -> dict[str, torch.Tensor]:
@@ -134,47 +163,10 @@ def _seen(block: Block, names: Sequence[str], batch: int) -> dict[str, torch.Ten
     return seen
 
 
-def _is_static(module: Module) -> bool:
+def _is_static(module: Module, local: bool) -> bool:
+    """Whether a module's inputs have a static scale; local: or a static global scale."""
     args = args_for(module, "input")
-    return args is not None and args.dynamic is not True
-
-
-@contextlib.contextmanager
-def _as_stored(
-    block: Block,
-    state: BalancingState,
-    pair: Pair,
-    candidate: Folded,
-    inputs: Mapping[str, torch.Tensor],
-    dtype: torch.dtype,
-) -> Iterator[None]:
-    """Let a block compute with a pair as it would be stored.
-
-    inputs: before they are divided, for static scales
-    dtype:  of the computation
-    """
-    squares: dict[str, tuple[torch.Tensor, int]] = {}
-    roundings: dict[str, Rounding] = {}
-    for statistics, names in state.statistics(pair):
-        rows = statistics.halves(block.device)[0] / candidate.columns
-        squares |= dict.fromkeys(names, (rows.square().sum(0), len(rows)))
-        given = inputs[names[0]] / candidate.columns if names[0] in inputs else rows
-        roundings |= shared_rounding(block.within, names, given, block.unserved)
-    weights = {
-        name: value
-        for key, value in candidate.tensors.items()
-        if key.endswith(".weight")
-        # the inputs of the Linear that feeds a pair are not known here
-        and ((name := key.removesuffix(".weight")) in squares or not _unknown(block, name))
-    }
-    rounded = rounded_weights(block.within, weights, squares)
-    changed = {name: value.to(dtype) for name, value in candidate.tensors.items()}
-    changed |= {f"{name}.weight": value.to(dtype) for name, value in rounded.items()}
-    with replaced_tensors(block, changed), contextlib.ExitStack() as hooks:
-        for name, rounding in roundings.items():
-            hook = partial(_rounded_call, rounding)
-            hooks.callback(block.within[name].register_forward_pre_hook(hook).remove)
-        yield
+    return args is not None and (args.dynamic is False or (local and args.dynamic is not True))
 
 
 def _unknown(block: Block, name: str) -> bool:

@@ -1,4 +1,7 @@
-"""Statistics of one input for balancing: the range of each channel, and a sample of tokens.
+"""Statistics of one input for balancing: max|x| of each channel, and a sample of tokens.
+
+Both are kept apart for even and odd batches: a factor that is chosen by its error on odd batches
+is made from even ones alone.
 
 The sample holds the tokens with the smallest pseudo-random numbers, which depend on the batch and
 the place in it alone. So the samples of several ranks join to that of one process.
@@ -14,7 +17,7 @@ __all__ = ["InputStatistics"]
 
 
 class InputStatistics:
-    """Largest and smallest value of each channel, and at most `limit` tokens.
+    """Largest magnitude of each channel, and at most `limit` tokens.
 
     device: keeps the sample; None for that of the input
     """
@@ -22,15 +25,14 @@ class InputStatistics:
     def __init__(self, limit: int, device: torch.device | None = None) -> None:
         self.limit = limit
         self.device = device
-        self.largest: torch.Tensor | None = None
-        self.smallest: torch.Tensor | None = None
+        self._peaks: torch.Tensor | None = None  # (2, channels), of even and of odd batches
         self._rows: torch.Tensor | None = None  # (tokens, channels)
         self._order = torch.empty(0, dtype=torch.float64)  # (tokens,), ascending
         self._batch = torch.empty(0, dtype=torch.int64)
 
     @property
     def is_empty(self) -> bool:
-        return self.largest is None
+        return self._peaks is None
 
     def add(self, x: torch.Tensor, batch: int) -> None:
         """Add the tokens of one batch; x: (..., channels)."""
@@ -42,13 +44,15 @@ class InputStatistics:
         chosen = order.argsort()[: self.limit]
         sample = rows[chosen.to(rows.device)].to(self.device or rows.device)
         numbers = torch.full((len(chosen),), batch)
-        self._join(rows.amax(0), rows.amin(0), sample.clone(), order[chosen], numbers)
+        peaks = torch.zeros(2, rows.shape[-1], dtype=rows.dtype, device=rows.device)
+        peaks[batch % 2] = torch.maximum(rows.amax(0), -rows.amin(0))
+        self._join(peaks, sample.clone(), order[chosen], numbers)
 
     def state(self) -> tuple[Any, ...] | None:
         """Return the statistics to send to other ranks; None without tokens."""
-        if self.largest is None or self.smallest is None or self._rows is None:
+        if self._peaks is None or self._rows is None:
             return None
-        return self.largest, self.smallest, self._rows, self._order, self._batch
+        return self._peaks, self._rows, self._order, self._batch
 
     def restore(self, states: list[tuple[Any, ...] | None], device: torch.device) -> None:
         """Replace the statistics by those of all ranks."""
@@ -56,23 +60,21 @@ class InputStatistics:
         self.__init__(self.limit, self.device)  # type: ignore[misc]
         for state in states:
             if state is not None:
-                largest, smallest, rows, order, batch = state
-                self._join(largest.to(device), smallest.to(device), rows.to(kept), order, batch)
+                peaks, rows, order, batch = state
+                self._join(peaks.to(device), rows.to(kept), order, batch)
 
     def _join(
         self,
-        largest: torch.Tensor,
-        smallest: torch.Tensor,
+        peaks: torch.Tensor,
         rows: torch.Tensor,
         order: torch.Tensor,
         batch: torch.Tensor,
     ) -> None:
-        if self.largest is None or self.smallest is None or self._rows is None:
-            self.largest, self.smallest, self._rows = largest, smallest, rows
+        if self._peaks is None or self._rows is None:
+            self._peaks, self._rows = peaks, rows
             self._order, self._batch = order, batch
             return
-        self.largest = torch.maximum(self.largest, largest)
-        self.smallest = torch.minimum(self.smallest, smallest)
+        self._peaks = torch.maximum(self._peaks, peaks)
         all_orders = torch.cat([self._order, order])
         kept = all_orders.argsort(stable=True)[: self.limit]
         self._rows = torch.cat([self._rows, rows])[kept.to(rows.device)]
@@ -81,10 +83,11 @@ class InputStatistics:
 
     # -- results ------------------------------------------------------------------------------
 
-    def magnitudes(self) -> torch.Tensor:
-        """Return max|x| of each channel."""
-        assert self.largest is not None and self.smallest is not None
-        return torch.maximum(self.largest, -self.smallest).float()
+    def magnitudes(self, even: bool = False) -> torch.Tensor:
+        """Return max|x| of each channel; even: of even batches alone, if there are any."""
+        assert self._peaks is not None
+        one_half = even and bool(self._peaks[0].any())
+        return (self._peaks[0] if one_half else self._peaks.amax(0)).float()
 
     def halves(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sampled tokens of even and of odd batches; of one batch, every other token."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,14 @@ from steelyard.algorithms.block import Block
 from steelyard.algorithms.pairs import Folded, Pair
 from steelyard.observers.steps import args_for
 
-__all__ = ["PairError", "is_measurable", "is_quantized", "pair_error", "source_error"]
+__all__ = [
+    "PairError",
+    "is_measurable",
+    "is_quantized",
+    "pair_error",
+    "plain_outputs",
+    "source_error",
+]
 
 _ROWWISE = ("channel", "group")  # strategies whose codes stay if a row is scaled
 
@@ -53,24 +61,44 @@ def is_measurable(block: Block, pair: Pair, state: BalancingState) -> bool:
 
 
 @torch.no_grad()
-def pair_error(block: Block, pair: Pair, state: BalancingState, folded: Folded) -> PairError:
-    """Return the error of all quantized readers, over all inputs of the pair."""
+def plain_outputs(
+    block: Block, pair: Pair, state: BalancingState
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Return the outputs of the quantized readers as they are, for both halves of the sample."""
+    found = {}
+    for statistics, names in state.statistics(pair):
+        fit, held_out = statistics.halves(block.device)
+        for name in (name for name in names if is_quantized(block, name)):
+            weight = block.tensor(f"{name}.weight").float()
+            found[name] = (fit @ weight.T, held_out @ weight.T)
+    return found
+
+
+@torch.no_grad()
+def pair_error(
+    block: Block,
+    pair: Pair,
+    state: BalancingState,
+    folded: Folded,
+    plain: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
+) -> PairError:
+    """Return the error of all quantized readers, over all inputs of the pair.
+
+    plain: their `plain_outputs`
+    """
     errors: tuple[dict[str, float], dict[str, float]] = ({}, {})
     for statistics, names in state.statistics(pair):
         names = [name for name in names if is_quantized(block, name)]
-        halves = statistics.halves(block.device)
-        columns = folded.columns
-        divided = [rows / columns for rows in halves]
+        divided = [rows / folded.columns for rows in statistics.halves(block.device)]
         squares = divided[0].square().sum(0), len(divided[0])
         weights = {name: folded.tensors[f"{name}.weight"] for name in names}
         rounded = rounded_weights(block.within, weights, dict.fromkeys(names, squares))
         roundings = shared_rounding(block.within, names, divided[0], block.unserved)
         for name in names:
             rounding = roundings.get(name)
-            before = block.tensor(f"{name}.weight").float()
-            for i, (rows, own) in enumerate(zip(halves, divided, strict=True)):
+            for i, (own, expected) in enumerate(zip(divided, plain[name], strict=True)):
                 x = own if rounding is None else rounding(own)
-                off = x @ rounded[name].T - rows @ before.T
+                off = x @ rounded[name].T - expected
                 kind, error = name.rpartition(".")[2], off.square().sum(dtype=torch.float64)
                 errors[i][kind] = errors[i].get(kind, 0.0) + float(error)
     return PairError(*errors)

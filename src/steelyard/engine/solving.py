@@ -58,6 +58,7 @@ class Solver:
         self.pool = pool
         self.unseen: list[str] = []
         self._without_drift: set[str] = set()  # reasons
+        self._dynamic: dict[str, str] = {}  # modules that need dynamic scales, found by transforms
         self.own_schemes: dict[str, QuantizationScheme] = {}  # in place of the recipe's
         self.claims = {planned.name: planned.modifier for planned in result.plan.quantized}
         self.claims |= dict.fromkeys(result.plan.attention, result.plan.attention_modifier)
@@ -114,19 +115,19 @@ class Solver:
             for path, module in root.named_modules()
             if module not in left_out
         }
-        schemes = {} if calibration is None else calibration.modules
         return Block(
             name,
             root,
             within,
             calibration=calibration,
-            owners=owners_of(schemes, self.ranks.count),
+            owners=owners_of(calibration.modules if calibration else {}, self.ranks.count),
             ranks=self.ranks,
             pool=self.pool,
             device=self.device,
             notes=self.result.notes,
             adapted=self.adapted,
             unserved=self.uncalibratable,
+            dynamic=self._dynamic,
             **more,
         )
 
@@ -166,8 +167,7 @@ class Solver:
 
     def solve(self, block: Block, work: Work) -> dict[str, ModuleResult]:
         """Find the quantization parameters of an observed block, and round its weights."""
-        ranks, calibration = self.ranks, block.calibration
-        modules = calibration.modules
+        ranks, calibration, modules = self.ranks, block.calibration, block.calibration.modules
         calibration.sync(ranks)
         self.statistics.exchange(calibration, self.device)
         work.join()
@@ -177,7 +177,7 @@ class Solver:
         share_among_experts(calibration)
         self.result.notes += starved_experts(calibration)
         self._note_unseen(calibration)
-        mended = mend_unserved(calibration, self.uncalibratable, self.result.notes)
+        mended = mend_unserved(block)
         self.own_schemes |= mended
         work.release([name for name in mended if name not in modules])
         known = len(self.result.notes)

@@ -14,27 +14,27 @@ from compressed_tensors.quantization import QuantizationScheme
 from torch.nn import Module
 
 from steelyard.algorithms.as_stored import per_token
+from steelyard.algorithms.block import Block
 from steelyard.fusion import expert_groups, fused_groups
-from steelyard.observers.calibration import Calibration
 from steelyard.observers.steps import args_for
 from steelyard.plan.plan import Left, Plan
 
 __all__ = ["leave_unquantized", "mend_unserved", "replace_scheme"]
 
 
-def mend_unserved(
-    calibration: Calibration, choice: str, notes: list[str]
-) -> dict[str, QuantizationScheme]:
+def mend_unserved(block: Block) -> dict[str, QuantizationScheme]:
     """Note the modules that no static scale serves; replace their schemes unless by "note".
 
     Returns the new schemes; with "leave" they quantize nothing, and the modules leave the
     calibration. Layers that the server fuses, and the experts of a layer, get one scheme: it looks
     at the first of them only.
     """
+    calibration, choice, notes = block.calibration, block.unserved, block.notes
     reasons = {
         name: reason
         for name, base_name, observer in calibration.observers()
-        if base_name == "input" and (reason := observer.unserved()) is not None
+        if base_name == "input"
+        and (reason := block.dynamic.get(name) or observer.unserved()) is not None
     }
     for name, reason in reasons.items():
         notes.append(f"{name}: no static scale serves its inputs, since {reason}; {_HELP[choice]}")

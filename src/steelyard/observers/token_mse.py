@@ -32,7 +32,6 @@ from steelyard.observers.observer_options import ActivationOptions
 
 __all__ = ["TokenMSEObserver"]
 
-_CUT = 4  # times the range: a token with such a value is not served
 _LOST = 0.25  # squared error over sum of squares of a token that is not served
 _PER_OCTAVE, _OCTAVES = 8, 12  # candidates: the observed range times 2^(-k / 8)
 _WIDER = 2.0 ** (torch.arange(1, _PER_OCTAVE) / _PER_OCTAVE)
@@ -159,7 +158,7 @@ class TokenMSEObserver(Observer):
         return (errors * weights[:, None]).sum(0)
 
     def unserved(self) -> str | None:
-        """Say so if most tokens lose half of themselves, or the largest are cut to a quarter."""
+        """Say so if most tokens lose half of their norm, or those that the range cuts off do."""
         if self.args.strategy != "tensor" or not self.has_statistics:
             return None
         rows = self.token_table.cpu()
@@ -170,12 +169,13 @@ class TokenMSEObserver(Observer):
         )
         low, high = quantized_range(self.args)
         levels = max(-low, high) if self.args.symmetric else high - low
-        lost = float(tokens[self._losses(rows, scale, zero_point) > _LOST].sum() / tokens.sum())
-        cut = float(tokens[torch.exp2(size) > _CUT * scale * levels].sum() / tokens.sum())
+        harmed = self._losses(rows, scale, zero_point) > _LOST
+        beyond = torch.exp2(size) > scale * levels
+        lost, cut = (float(tokens[each].sum() / tokens.sum()) for each in (harmed, harmed & beyond))
         if lost > 0.5:
             return f"{lost:.1%} of the tokens lose half of their norm or more"
         if cut:
-            return f"{cut:.2%} of the tokens lose more than three quarters of their largest value"
+            return f"the range cuts off half of the norm of {cut:.2%} of the tokens"
         return None
 
     def _losses(
