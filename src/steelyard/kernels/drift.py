@@ -72,12 +72,9 @@ class InputDrift:
         if self._shared is not None:
             shift = wide @ self._shared
         else:
-            every = slice(0, len(wide))
-            if self._multiplied:
-                both = sum(self._moment(half, wide, start, every) for half in (0, 1))
-            else:
-                both = wide @ (self._moments[0] + self._moments[1])
-            shift = self._factor.solved(both)
+            both = self._moments[0] + self._moments[1]
+            moment = both[start : start + len(wide)] if self._multiplied else wide @ both
+            shift = self._factor.solved(moment)
         if not bool(shift.isfinite().all()):
             return wide, 0.0
         return wide.add(shift, alpha=scale), scale
