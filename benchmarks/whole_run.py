@@ -138,8 +138,8 @@ def tokenize(model: str, text: str, samples: str, output: str) -> None:
     Path(output).write_text(json.dumps(rows))
 
 
-def make_random(folder: str) -> None:
-    """Write a checkpoint with random weights in the shapes of Qwen2-0.5B."""
+def make_random(folder: str, layers: str) -> None:
+    """Write a checkpoint with random weights in the shapes of Qwen2-0.5B, which has 24 layers."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -148,7 +148,7 @@ def make_random(folder: str) -> None:
         vocab_size=151936,
         hidden_size=896,
         intermediate_size=4864,
-        num_hidden_layers=24,
+        num_hidden_layers=int(layers),
         num_attention_heads=14,
         num_key_value_heads=2,
         tie_word_embeddings=True,
@@ -329,6 +329,7 @@ def main() -> None:
     parser.add_argument("--python", default=sys.executable, help="of ours")
     parser.add_argument("--peer-python", default=sys.executable, help="of llm-compressor's")
     parser.add_argument("--samples", type=int, default=SAMPLES)
+    parser.add_argument("--layers", type=int, default=24, help="of the random model")
     parser.add_argument("--sides", nargs="*", choices=SIDES, default=SIDES)
     parser.add_argument("--runs", type=int, default=2, help="of each side; ours runs once more")
     parser.add_argument("--cases", type=int, nargs="*", help="numbers of the cases; else all")
@@ -345,7 +346,8 @@ def main() -> None:
         title = options.model.name
         if title == RANDOM and not options.model.exists():
             options.model = scratch / RANDOM
-            asked(options.python, "make", options.model)
+            asked(options.python, "make", options.model, options.layers)
+            title = f"{RANDOM}, {options.layers} layers"
         given = [options.model, options.text or "-", options.samples, tokens]
         asked(options.python, "tokenize", *given)
         for name in chosen:
