@@ -170,20 +170,27 @@ def whole_run_table(found: dict) -> str:
         f"cores; llm-compressor {versions['peer']['llmcompressor']}. In brackets, a process that "
         "only imports.",
         "",
-        "| case | | wall, s | CPU, s | peak, MB | extra, MB | private, MB | faster | wanted |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| case | | wall, s | CPU, s | peak, MB | extra, MB | private, MB | faster | less CPU "
+        "| wanted |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for r in found["results"]:
         for side, label in (("peer", "llm-compressor"), ("ours", "ours")):
+            if side not in r:
+                continue
             best, only = r[side], r["imports"][side]
             cells = [r["case"] if side == "peer" else "", label]
             cells += [f"{best[name]:.1f} ({only[name]:.1f})" for name in ("wall", "cpu")]
             cells += [f"{best['peak'] / 1e6:.0f} ({only['peak'] / 1e6:.0f})"]
             cells += [f"{r[name][side] / 1e6:.0f}" for name in ("extra", "extra private")]
-            cells += [f"{r['faster']:.1f}x", f"{r['wanted']}x"] if side == "ours" else ["", ""]
+            gains = ["", "", ""]
+            if side == "ours" and "peer" in r:
+                less = r["peer"]["cpu"] / r["ours"]["cpu"]
+                gains = [f"{r['faster']:.1f}x", f"{less:.1f}x", f"{r['wanted']}x"]
+            cells += gains
             lines.append(f"| {' | '.join(cells)} |")
     lines.append("")
-    for r in found["results"]:
+    for r in (r for r in found["results"] if "compared" in r):
         told = [
             f"{kind} {f['equal']:.2%}" + (f" (off by up to {f['off']:.1g})" if f["off"] else "")
             for kind, f in sorted(r["compared"].items())

@@ -5,6 +5,9 @@ Both sides get the same folder, the same scheme, the same observers and the same
 in turn; the least of each counts. `wait4` tells CPU time and peak memory of a process that ended.
 
     python benchmarks/whole_run.py MODEL --text FILE --python OURS --peer-python PEER [--json FILE]
+    python benchmarks/whole_run.py qwen2 ...     # random weights in the shapes of Qwen2-0.5B
+
+With `--json`, a case keeps the side that the file has and that is not run again (`--sides`).
 
 "Extra memory" is the peak without the size of the model's files, and without the peak of a process
 that only imports what the run does. It is below zero for a run that never holds the whole model.
@@ -29,6 +32,8 @@ from typing import Any
 
 SAMPLES, LENGTH = 64, 512
 SIDES = ("peer", "ours")
+RANDOM = "qwen2"
+INT4 = {"num_bits": 4, "strategy": "group", "group_size": 64}
 CASES: dict[str, dict] = {
     "W4A16 group 64, MSE search": {
         "calibrated": False,
@@ -52,6 +57,19 @@ CASES: dict[str, dict] = {
             "input_activations": {"num_bits": 8, "strategy": "tensor", "observer": "minmax"},
         },
     },
+    "W4A16 group 64, GPTQ as each side has it by default": {
+        "calibrated": True,
+        "wanted": 2.5,
+        "modifier": "GPTQModifier",
+        "scheme": {"targets": ["Linear"], "weights": INT4},
+    },
+    "W4A16 group 64, importance only": {
+        "calibrated": True,
+        "wanted": 2,
+        "gathers": True,  # the peer's observer does so unasked
+        "scheme": {"targets": ["Linear"], "weights": INT4},
+        "observers": {"peer": "imatrix_mse", "ours": "optimal"},
+    },
 }
 
 
@@ -65,20 +83,21 @@ def import_side(side: str, *_: str) -> None:
     entry_point(side)
 
 
-def entry_point(side: str):
-    """Return the `oneshot` and the modifier of a side."""
+def entry_point(side: str) -> tuple[Any, dict[str, Any]]:
+    """Return the `oneshot` of a side, and its modifiers by name."""
     if side == "peer":
         from llmcompressor import oneshot
-        from llmcompressor.modifiers.quantization import QuantizationModifier
-    else:
-        from steelyard import oneshot
-        from steelyard.modifiers import QuantizationModifier
-    return oneshot, QuantizationModifier
+        from llmcompressor.modifiers import gptq, quantization
+
+        return oneshot, {**vars(quantization), **vars(gptq)}
+    from steelyard import modifiers, oneshot
+
+    return oneshot, vars(modifiers)
 
 
 def run_side(side: str, name: str, model: str, tokens: str, output: str) -> None:
     case = CASES[name]
-    oneshot, modifier = entry_point(side)
+    oneshot, modifiers = entry_point(side)
     options: dict = {}
     if case["calibrated"]:  # loaders, since the peer's sampler does not keep the order of a dataset
         import torch
@@ -86,20 +105,56 @@ def run_side(side: str, name: str, model: str, tokens: str, output: str) -> None
         rows = [{"input_ids": torch.tensor(row)} for row in json.loads(Path(tokens).read_text())]
         options = {
             "dataset": torch.utils.data.DataLoader(rows, batch_size=1),
-            "num_calibration_samples": SAMPLES,
+            "num_calibration_samples": len(rows),
             "max_seq_length": LENGTH,
         }
-    recipe = modifier(config_groups={"group_0": case["scheme"]}, ignore=["lm_head"])
+    scheme = case["scheme"]
+    if "observers" in case:
+        weights = scheme["weights"] | {"observer": case["observers"][side]}
+        scheme = scheme | {"weights": weights}
+    main = modifiers[case.get("modifier", "QuantizationModifier")]
+    recipe = [main(config_groups={"group_0": scheme}, ignore=["lm_head"])]
+    if case.get("gathers") and side == "ours":
+        recipe.insert(0, modifiers["IMatrixGatherer"]())
     oneshot(model=model, recipe=recipe, output_dir=output, **options)
 
 
-def tokenize(model: str, text: str, output: str) -> None:
-    from transformers import AutoTokenizer
+def tokenize(model: str, text: str, samples: str, output: str) -> None:
+    """Write rows to calibrate with: of a text, or random ones."""
+    count = int(samples)
+    if text == "-":
+        import torch
+        from transformers import AutoConfig
 
-    prose = Path(text).read_text(encoding="utf-8")[: 8 * SAMPLES * LENGTH]
-    ids = AutoTokenizer.from_pretrained(model)(prose)["input_ids"][: SAMPLES * LENGTH]
-    rows = [ids[start : start + LENGTH] for start in range(0, len(ids), LENGTH)]
+        most = AutoConfig.from_pretrained(model).vocab_size
+        generator = torch.Generator().manual_seed(1)
+        rows = torch.randint(0, most, (count, LENGTH), generator=generator).tolist()
+    else:
+        from transformers import AutoTokenizer
+
+        prose = Path(text).read_text(encoding="utf-8")[: 8 * count * LENGTH]
+        ids = AutoTokenizer.from_pretrained(model)(prose)["input_ids"][: count * LENGTH]
+        rows = [ids[start : start + LENGTH] for start in range(0, len(ids), LENGTH)]
     Path(output).write_text(json.dumps(rows))
+
+
+def make_random(folder: str, layers: str) -> None:
+    """Write a checkpoint with random weights in the shapes of Qwen2-0.5B, which has 24 layers."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=151936,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=int(layers),
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        dtype="bfloat16",
+    )
+    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
 
 
 def compare(first: str, second: str) -> dict[str, dict[str, float]]:
@@ -131,6 +186,7 @@ TASKS = {
     "import": import_side,
     "run": run_side,
     "tokenize": tokenize,
+    "make": make_random,
     "compare": compare,
     "versions": versions,
 }
@@ -204,7 +260,9 @@ def mean_and_error(values: list[float]) -> tuple[float, float]:
     return mean, spread / math.sqrt(len(values))
 
 
-def run_case(name: str, options: argparse.Namespace, scratch: Path, tokens: Path) -> dict:
+def run_case(
+    name: str, options: argparse.Namespace, scratch: Path, tokens: Path, kept: dict
+) -> dict:
     pythons = {"peer": options.peer_python, "ours": options.python}
     outputs = {side: scratch / side for side in SIDES}
 
@@ -212,9 +270,10 @@ def run_case(name: str, options: argparse.Namespace, scratch: Path, tokens: Path
         given = [str(path) for path in (options.model, tokens, outputs[side])]
         return [pythons[side], __file__, kind, side, name, *given]
 
-    imports = {s: least([measured(command(s, "import")) for _ in range(2)]) for s in SIDES}
-    runs: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
-    for side in ["peer", "ours"] * options.runs + ["ours"]:
+    sides = [side for side in SIDES if side in options.sides]
+    imports = {s: least([measured(command(s, "import")) for _ in range(2)]) for s in sides}
+    runs: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
+    for side in sides * options.runs + (["ours"] if options.runs > 1 else []):
         shutil.rmtree(outputs[side], ignore_errors=True)
         runs[side].append(measured(command(side, "run")))
         r = runs[side][-1]
@@ -223,30 +282,32 @@ def run_case(name: str, options: argparse.Namespace, scratch: Path, tokens: Path
             f"peak {r['peak'] / 1e6:6.0f} MB, private {r['private'] / 1e6:6.0f} MB",
             flush=True,
         )
+    imports, runs = {**kept.get("imports", {}), **imports}, {**kept.get("runs", {}), **runs}
     weights = sum(f.stat().st_size for f in options.model.glob("*.safetensors"))
-    best = {side: least(runs[side]) for side in SIDES}
-    extra = {side: best[side]["peak"] - imports[side]["peak"] - weights for side in SIDES}
-    private = {side: best[side]["private"] - imports[side]["private"] for side in SIDES}
-    return {
+    best = {side: least(runs[side]) for side in runs}
+    found = {
         "case": name,
         "model bytes": weights,
         "imports": imports,
         "runs": runs,
         **best,
-        "extra": extra,
-        "extra private": private,
-        "faster": best["peer"]["wall"] / best["ours"]["wall"],
+        "extra": {s: best[s]["peak"] - imports[s]["peak"] - weights for s in runs},
+        "extra private": {s: best[s]["private"] - imports[s]["private"] for s in runs},
         "wanted": CASES[name]["wanted"],
-        "compared": asked(options.python, "compare", outputs["peer"], outputs["ours"]),
     }
+    if len(runs) == len(SIDES):
+        found["faster"] = best["peer"]["wall"] / best["ours"]["wall"]
+        found["faster, CPU"] = best["peer"]["cpu"] / best["ours"]["cpu"]
+    if all(folder.exists() for folder in outputs.values()):
+        found["compared"] = asked(options.python, "compare", *(outputs[s] for s in SIDES))
+    return found
 
 
 def print_table(results: list[dict]) -> None:
     for r in results:
-        print(
-            f"\n{r['case']}: {r['faster']:.1f} x faster (wanted {r['wanted']} x); with imports only"
-        )
-        for side in SIDES:
+        gain = f"{r['faster, CPU']:.1f} x less CPU" if "faster" in r else "one side"
+        print(f"\n{r['case']}: {gain} (wanted {r['wanted']} x); with imports only")
+        for side in r["runs"]:
             only = r["imports"][side]
             print(
                 f"  {side:<5} {r[side]['wall']:7.2f} s ({only['wall']:.2f}), CPU "
@@ -254,7 +315,7 @@ def print_table(results: list[dict]) -> None:
                 f" ({only['peak'] / 1e6:.0f}), extra {r['extra'][side] / 1e6:5.0f} MB, private "
                 f"{r['extra private'][side] / 1e6:5.0f} MB"
             )
-        for kind, f in r["compared"].items():
+        for kind, f in r.get("compared", {}).items():
             print(f"  {kind}: {f['equal']:.4%} equal, scales off by up to {f['off']:.2g}")
 
 
@@ -264,9 +325,12 @@ def main() -> None:
         return
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("model", type=Path)
-    parser.add_argument("--text", type=Path, required=True, help="calibration text")
+    parser.add_argument("--text", type=Path, help="calibration text; else random tokens")
     parser.add_argument("--python", default=sys.executable, help="of ours")
     parser.add_argument("--peer-python", default=sys.executable, help="of llm-compressor's")
+    parser.add_argument("--samples", type=int, default=SAMPLES)
+    parser.add_argument("--layers", type=int, default=24, help="of the random model")
+    parser.add_argument("--sides", nargs="*", choices=SIDES, default=SIDES)
     parser.add_argument("--runs", type=int, default=2, help="of each side; ours runs once more")
     parser.add_argument("--cases", type=int, nargs="*", help="numbers of the cases; else all")
     parser.add_argument("--json", type=Path)
@@ -274,24 +338,34 @@ def main() -> None:
     shared = ["torch", "transformers", "compressed-tensors"]
     names = list(CASES)
     chosen = names if options.cases is None else [names[i] for i in options.cases]
+    before = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
+    results = {r["case"]: r for r in before.get("results", ())}
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         tokens = scratch / "tokens.json"
-        asked(options.python, "tokenize", options.model, options.text, tokens)
-        results = [run_case(name, options, scratch, tokens) for name in chosen]
-    print_table(results)
-    if options.json:
-        outcome = {
-            "model": options.model.name,
-            "calibration": f"{SAMPLES} x {LENGTH} tokens",
-            "machine": {"processor": processor(), "cores": os.cpu_count()},
-            "versions": {
-                "peer": asked(options.peer_python, "versions", "llmcompressor", *shared),
-                "ours": asked(options.python, "versions", *shared),
-            },
-            "results": results,
-        }
-        options.json.write_text(json.dumps(outcome, indent=1) + "\n")
+        title = options.model.name
+        if title == RANDOM and not options.model.exists():
+            options.model = scratch / RANDOM
+            asked(options.python, "make", options.model, options.layers)
+            title = f"{RANDOM}, {options.layers} layers"
+        given = [options.model, options.text or "-", options.samples, tokens]
+        asked(options.python, "tokenize", *given)
+        for name in chosen:
+            results[name] = run_case(name, options, scratch, tokens, results.get(name, {}))
+            if options.json:
+                outcome = {
+                    "model": title,
+                    "calibration": f"{options.samples} x {LENGTH} tokens",
+                    "threads": int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)),
+                    "machine": {"processor": processor(), "cores": os.cpu_count()},
+                    "versions": {
+                        "peer": asked(options.peer_python, "versions", "llmcompressor", *shared),
+                        "ours": asked(options.python, "versions", *shared),
+                    },
+                    "results": list(results.values()),
+                }
+                options.json.write_text(json.dumps(outcome, indent=1) + "\n")
+    print_table([results[name] for name in chosen])
 
 
 def processor() -> str:

@@ -42,7 +42,7 @@ LAYERS = (
         "logs",
     ),
     ("file_lock",),
-    ("foreign",),
+    ("foreign", "collector"),
 )
 DEPTH = {name: depth for depth, layer in enumerate(LAYERS) for name in layer}
 

@@ -64,11 +64,15 @@ _HOMES = {
 def __getattr__(name: str) -> object:
     from importlib import import_module, metadata
 
+    from steelyard.collector import paused
+
     value: object
     if name in _SUBMODULES:
-        value = import_module(f"steelyard.{name}")
+        with paused():
+            value = import_module(f"steelyard.{name}")
     elif name in _HOMES:
-        value = getattr(import_module(_HOMES[name]), name)
+        with paused():
+            value = getattr(import_module(_HOMES[name]), name)
     elif name in ("__version__", "version"):
         value = metadata.version("steelyard")
     else:

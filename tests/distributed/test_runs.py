@@ -182,6 +182,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a measured choice of transforms": (AUTO, {}),
     "gptq, one sample": (GPTQ, {"dataset": token_batches()[:1]}),
     "gptq, in bf16": (GPTQ, {"model": "bf16"}),
+    "gptq, few rows": (GPTQ, {"model": "wide"}),  # of down_proj: the drift is summed times it
     "gptq, in passes": (GPTQ, {"pipeline": "basic"}),
     "autoround": (TUNED, {}),
     "autoround, no error propagated": (TUNED, {"propagate_error": False}),
@@ -223,7 +224,7 @@ def quantize(case: str, folder: Path, output: Path) -> Any:
     name = options.pop("model", "model")
     model: Any = small_model("llama") if options.pop("loaded", False) else folder / name
     with pytest.MonkeyPatch.context() as patch:
-        if name == "bf16" and Ranks.current().is_first:  # which decides for all
+        if name in ("bf16", "wide") and Ranks.current().is_first:  # which decides for all
             patch.setenv("STEELYARD_FORWARD", "stored")
         return oneshot(model, recipe, output_dir=output, **options)
 
@@ -243,6 +244,7 @@ def own_rows(model: Path, rows: list[list[int]], output: Path) -> Any:
 def make_source(folder: Path) -> None:
     small_model("llama").save_pretrained(folder / "model")
     small_model("llama").to(torch.bfloat16).save_pretrained(folder / "bf16")
+    small_model("llama", intermediate_size=256).to(torch.bfloat16).save_pretrained(folder / "wide")
     small_model("llama", tie_word_embeddings=True).save_pretrained(folder / "tied")
     multimodal_model("llava").save_pretrained(folder / "llava")
     saved("qwen3_moe", folder / "experts")

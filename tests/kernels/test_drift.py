@@ -29,13 +29,22 @@ def weight_of(seed: int = 3) -> torch.Tensor:
     return torch.randn(OUT, IN, generator=generator, dtype=torch.float64)
 
 
-def shifted(weight: torch.Tensor, halves: list[Half], dampening: float = 0.0, rows: int = 0):
+def shifted(
+    weight: torch.Tensor,
+    halves: list[Half],
+    dampening: float = 0.0,
+    rows: int = 0,
+    multiplied: bool = False,
+):
     """Call it with statistics of the tokens."""
     hessians = [(drifted.t() @ drifted).float() for _, drifted in halves]
     drifts = [((x - drifted).t() @ drifted).float() for x, drifted in halves]
     count = sum(len(x) for x, _ in halves)
-    drift = InputDrift((*hessians,), (*drifts,), count, dampening, rows)
-    return drift.shifted(weight.float())
+    if multiplied:  # another weight comes first
+        both = torch.cat([weight.flip(0), weight]).float()
+        drifts = [both @ drift for drift in drifts]
+    drift = InputDrift((*hessians,), (*drifts,), count, dampening, rows, multiplied)
+    return drift.shifted(weight.float(), len(weight) if multiplied else 0)
 
 
 def error(weight: torch.Tensor, stored: torch.Tensor, half: Half) -> float:
@@ -83,10 +92,11 @@ def test_factor_is_the_best_for_tokens_of_the_other_half(
 
 
 @pytest.mark.parametrize("rows", [OUT, IN])  # the weight alone, or others that share its input
-def test_with_many_tokens_the_weight_is_the_least_squares_fit(rows: int) -> None:
+@pytest.mark.parametrize("multiplied", [False, True])
+def test_with_many_tokens_the_weight_is_the_least_squares_fit(rows: int, multiplied: bool) -> None:
     weight = weight_of()
     halves = [tokens(k, 4000, 0.5) for k in (0, 1)]
-    found, factor = shifted(weight, halves, rows=rows)
+    found, factor = shifted(weight, halves, rows=rows, multiplied=multiplied)
     both = tuple(torch.cat([one, other]) for one, other in zip(*halves, strict=True))
     assert factor > 0.98
     best = fit(weight, (both[0], both[1]), size_of(halves))

@@ -105,27 +105,48 @@ def test_other_modules_are_not_shrunk() -> None:
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_drift_of_even_and_odd_batches(dtype: torch.dtype, workers: int) -> None:
+@pytest.mark.parametrize("rows", [(90, 60), (70, 29)])  # as many as half of the columns, or fewer
+def test_drift_of_even_and_odd_batches(
+    dtype: torch.dtype, rows: tuple[int, int], workers: int
+) -> None:
     columns = 200  # two slabs
     generator = torch.Generator().manual_seed(0)
-    linear = Linear(columns, 4, bias=False)
+    linears = {name: Linear(columns, n, bias=False) for name, n in zip("ab", rows, strict=True)}
     batches = [torch.randn(2, 3, columns, generator=generator).to(dtype) for _ in range(5)]
     originals = [x + 0.1 * torch.randn(x.shape, generator=generator).to(dtype) for x in batches]
     with ThreadPool(workers) as pool:
-        hessians = Hessians({"a": linear}, pool=pool)
+        hessians = Hessians(linears, pool=pool)
         for number, (x, original) in enumerate(zip(batches, originals, strict=True)):
-            hessians.see(["a"], x, 3 * number, original=original, batch=number)
+            hessians.see(["a", "b"], x, 3 * number, original=original, batch=number)
             hessians.flush()
         hessians.close()
         moments, drifts = hessians.halves("a")
+    multiplied = 2 * sum(rows) < columns
+    weights = torch.cat([linear.weight.data.to(dtype).double() for linear in linears.values()])
     for half in (0, 1):
         x = torch.cat(batches[half::2]).double().flatten(0, 1)
         off = torch.cat(originals[half::2]).double().flatten(0, 1) - x
         assert_close(moments[half].double(), x.t() @ x, rtol=1e-5, atol=1e-4)
-        # of bf16 inputs, the differences are rounded to bf16
-        rounding = 1e-6 + (2.0**-8 if dtype == torch.bfloat16 else 0)
-        error = (drifts[half].double() - off.t() @ x).abs()
-        assert bool((error <= rounding * (off.abs().t() @ x.abs())).all())
+        # of bf16 inputs, the differences and the products with the weights are rounded to bf16
+        rounding = 1e-6 + ((1 + multiplied) * 2.0**-8 if dtype == torch.bfloat16 else 0)
+        wanted, bound = off.t() @ x, off.abs().t() @ x.abs()
+        if multiplied:
+            wanted, bound = weights @ wanted, weights.abs() @ bound
+        assert drifts[half].shape == wanted.shape
+        error = (drifts[half].double() - wanted).abs()
+        assert bool((error <= rounding * bound).all())
+
+
+def test_a_module_that_joins_later_has_a_drift_of_its_own() -> None:
+    linears = {"a": Linear(32, 8, bias=False), "b": Linear(32, 4, bias=False)}
+    hessians = Hessians(linears, pool=ThreadPool())
+    for batch in range(2):
+        x, original = torch.randn(40, 32), torch.randn(40, 32)
+        for name in linears:  # the same tensor, in two calls
+            hessians.see([name], x, batch, original=original, batch=batch)
+    hessians.flush()
+    assert [len(hessians.halves(name)[1][0]) for name in linears] == [8, 4]
+    assert torch.equal(hessians.hessian("a"), hessians.hessian("b"))
 
 
 def test_without_originals_there_are_no_halves() -> None:

@@ -39,9 +39,9 @@ def upper(x: torch.Tensor, starts: Sequence[int] | None = None) -> torch.Tensor:
 
 
 def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    columns = left.shape[1]
-    starts = slab_starts(columns)
-    slabs = [torch.zeros(min(128, columns - s), columns) for s in starts]
+    rows, columns = left.shape[1], right.shape[1]
+    starts = slab_starts(rows)
+    slabs = [torch.zeros(min(128, rows - s), columns) for s in starts]
     accumulate_product(slabs, starts, left, right, "compiled")
     return torch.cat(slabs)
 
@@ -62,6 +62,15 @@ def test_products(product_isa: str, tokens: int, columns: int, dtype: torch.dtyp
     whole = upper(x)
     assert_near(whole + whole.triu(1).t(), x, x)
     assert_near(product(other, x), other, x)
+
+
+@every_dtype
+@pytest.mark.parametrize(("rows", "columns"), [(5, 300), (130, 40)])
+def test_product_of_any_shape(
+    product_isa: str, rows: int, columns: int, dtype: torch.dtype
+) -> None:
+    left, right = inputs(70, rows, dtype), inputs(70, columns, dtype, 1)
+    assert_near(product(left, right), left, right)
 
 
 @every_dtype

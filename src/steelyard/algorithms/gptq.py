@@ -195,10 +195,7 @@ class GPTQ(Nearest):
 
     def _target(self, state: Hessians, name: str) -> tuple[torch.Tensor | None, float]:
         """Return the weight to round to, None for its own, and the factor of the shift."""
-        weight: Any = state.modules[name].weight
-        if (drift := state.drift(name)) is None:
-            return None, 0.0
-        target, factor = drift.shifted(weight.data)
+        target, factor = state.shifted(name) or (None, 0.0)
         return (target, factor) if factor else (None, 0.0)
 
 

@@ -18,6 +18,7 @@ from steelyard.cli.terminal import (
     print_line,
     print_table,
 )
+from steelyard.collector import paused
 from steelyard.data.file_names import data_file
 from steelyard.engine.announce import STYLES
 
@@ -132,8 +133,9 @@ def quantize(
         raise typer.BadParameter("-o is missing: where should the checkpoint go?")
     if statistics is not None and data is not None:
         raise typer.BadParameter("--statistics and --data exclude each other")
-    from steelyard.entry import oneshot
-    from steelyard.recipes import load_recipe
+    with paused():
+        from steelyard.entry import oneshot
+        from steelyard.recipes import load_recipe
 
     if data is None and statistics is None and not dry_run and load_recipe(made).needs_data:
         raise typer.BadParameter(

@@ -29,7 +29,7 @@ from steelyard.kernels.gptq_factor import LowerFactor, UpperFactor
 __all__ = ["STEPS", "held_out_dampening"]
 
 STEPS = (1.0, 3.0, 10.0, 30.0)  # times the least dampening
-_SAMPLE = 128  # columns with the largest inputs, and as many of the others
+_SAMPLE = 64  # columns with the largest inputs, and as many of the others
 
 
 def held_out_dampening(even: torch.Tensor, odd: torch.Tensor, least: float) -> float:
@@ -44,8 +44,8 @@ def held_out_dampening(even: torch.Tensor, odd: torch.Tensor, least: float) -> f
     if not (least > 0.0 and min(means) > 0.0 and max(means) < float("inf")):
         return least
     order = torch.argsort(sizes, stable=True)  # rounded from the last to the first
+    back = torch.argsort(order)
     kind = UpperFactor if use_compiled(even) else LowerFactor
-    judge = odd[order][:, order].div_(means[1])
     columns, weights = _sample(len(order))
     picked = torch.zeros(len(columns), len(order), device=even.device)
     picked[torch.arange(len(columns)), columns] = 1.0
@@ -57,7 +57,8 @@ def held_out_dampening(even: torch.Tensor, odd: torch.Tensor, least: float) -> f
             return float("inf")
         lower = factor.lower
         rows = torch.linalg.solve_triangular(lower, picked, upper=False, left=False)
-        unexplained = ((rows @ judge) * rows).sum(1, dtype=torch.float64)
+        rows = rows.index_select(1, back)
+        unexplained = ((rows / means[1]) @ odd * rows).sum(1, dtype=torch.float64)
         pivots = lower.diagonal()[columns].double().square()
         return float((weights.to(pivots) * pivots * unexplained).sum())
 

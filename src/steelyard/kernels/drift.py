@@ -5,8 +5,8 @@ output to match is W x:
 
     E |W x - Q x^|^2 = |(W* - Q) H^(1/2)|^2 + const,    W* = W + R H^-1,    R = W E[(x - x^) x^^T]
 
-so the solver does not change: it rounds to W* instead of W. All but W belongs to the input, and
-weights with the same input share it.
+so the solver does not change: it rounds to W* instead of W. H belongs to the input, and weights
+with the same input share it.
 
 The shift R H^-1 is a least-squares fit and overfits where tokens are few. Two things shrink it. H
 gets as many tokens more as it has columns, of average size and uncorrelated: that takes most from
@@ -36,11 +36,13 @@ class InputDrift:
     """The drift of one input in two halves of the batches.
 
     hessians:       of each half, (in, in) fp32, the sum of x^ x^^T; overwritten
-    drifts:         of each half, (in, in) fp32, the sum of (x - x^) x^^T
+    drifts:         of each half, fp32: the sum of (x - x^) x^^T, (in, in); or that multiplied by
+                    all the weights that have this input, one above the other, (rows, in)
     tokens:         of both halves
     dampening_frac: added to each Hessian's diagonal too, as a fraction of its mean
     rows:           of all weights to be shifted; if there are as many as columns, the shift of an
                     identity is computed once, instead of a solution for each weight
+    multiplied:     whether the drifts are multiplied by the weights
     """
 
     def __init__(
@@ -50,38 +52,50 @@ class InputDrift:
         tokens: int,
         dampening_frac: float = 0.01,
         rows: int = 0,
+        multiplied: bool = False,
     ) -> None:
         self._drifts = drifts
+        self._multiplied = multiplied
         total = hessians[0] + hessians[1]
         ridge = len(total) * _mean(total) / max(tokens, 1)
         self._halves = [_Factor(each, ridge, dampening_frac) for each in hessians]
         self._both = _Factor(total, ridge, dampening_frac)
         self._shared: torch.Tensor | None = None
-        if rows >= len(total) and self._both.exists:
+        if not multiplied and rows >= len(total) and self._both.exists:
             self._shared = self._both.solved(drifts[0] + drifts[1])
 
-    def shifted(self, weight: torch.Tensor) -> tuple[torch.Tensor, float]:
+    def shifted(self, weight: torch.Tensor, start: int = 0) -> tuple[torch.Tensor, float]:
         """Return the weight to round to, (out, in) fp32, and the factor on the shift, 0 to 1.
 
         weight: (out, in)
+        start:  the weight's first row in multiplied drifts
         """
         wide = weight.detach().float()
-        factor = self._factor(wide[:: max(1, len(wide) // _SAMPLE)])
+        drifts = list(self._drifts)
+        if self._multiplied:
+            drifts = [drift[start : start + len(wide)] for drift in drifts]
+        some = slice(None, None, max(1, len(wide) // _SAMPLE))
+        factor = self._factor(
+            [drift[some] if self._multiplied else wide[some] @ drift for drift in drifts]
+        )
         if not factor:
             return wide, 0.0
         if self._shared is not None:
             shift = wide @ self._shared
         else:
-            shift = self._both.solved(wide @ (self._drifts[0] + self._drifts[1]))
+            both = drifts[0] + drifts[1]
+            shift = self._both.solved(both if self._multiplied else wide @ both)
         if not bool(shift.isfinite().all()):
             return wide, 0.0
         return wide.add(shift, alpha=factor), factor
 
-    def _factor(self, weight: torch.Tensor) -> float:
-        """Return the factor on the shift of some rows; 0 where no half confirms the other."""
+    def _factor(self, moments: list[torch.Tensor]) -> float:
+        """Return the factor on the shift; 0 where no half confirms the other.
+
+        moments: R of some rows, of each half
+        """
         if not (self._both.exists and all(half.exists for half in self._halves)):
             return 0.0
-        moments = [weight @ drift for drift in self._drifts]
         gain = cost = 0.0
         for one, other in ((0, 1), (1, 0)):
             fit = self._halves[one].solved(moments[one])

@@ -67,7 +67,8 @@ def accumulate_product(
 
     slabs:  each (rows, columns), fp32
     starts: the first row of each slab
-    left:   (tokens, columns); right likewise
+    left:   (tokens, rows of the product)
+    right:  (tokens, columns)
     """
     if left.dtype != right.dtype:
         left, right = left.float(), right.float()

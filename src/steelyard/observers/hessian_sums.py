@@ -2,15 +2,19 @@
 
 H is summed in slabs (`kernels.hessian`), each in the fixed order of `kernels.partial_sums`. Given
 the inputs x of the unquantized model beside those of the quantized one, x^, the drift is summed
-too, (x - x^) x^^T. Even and odd batches have sums of their own, so that each half can judge a fit
-to the other (`kernels.drift`).
+too, (x - x^) x^^T. Where the weights that read the input have fewer rows than half its columns,
+W (x - x^) x^^T is summed instead, which is all that is needed of it and takes fewer products. Even
+and odd batches have sums of their own, so that each half can judge a fit to the other
+(`kernels.drift`).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -63,24 +67,34 @@ _Halves = tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Ten
 class HessianSum:
     """One Hessian, and the number of tokens it sums over.
 
-    drifts: whether the drift of the inputs is summed too; then `slabs` has the odd batches alone
+    weights: by name, those that read the input, if its drift is summed too; then `slabs` has the
+             odd batches alone
     """
 
     def __init__(
-        self, columns: int, device: torch.device, first: int, drifts: bool = False
+        self,
+        columns: int,
+        device: torch.device,
+        first: int,
+        weights: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self.columns = columns
         self.device = device
-        self.drifts = drifts
+        self.drifts = bool(weights)
+        self._weights = dict(weights or {})
+        rows = [len(weight) for weight in self._weights.values()]
+        self._starts = dict(zip(self._weights, itertools.accumulate([0, *rows]), strict=False))
+        self.rows = sum(rows)
+        self.multiplied = self.drifts and 2 * self.rows < columns
         starts = slab_starts(columns)
         empty = functools.partial(empty_slab, columns, device=device)
         self.slabs = [FixedOrderSum(functools.partial(empty, start), first) for start in starts]
         self._even: list[FixedOrderSum] = []
         self._drift: tuple[list[FixedOrderSum], list[FixedOrderSum]] = ([], [])
-        if drifts:
+        if self.drifts:
             self._even = [FixedOrderSum(functools.partial(empty, start), first) for start in starts]
             for half in self._drift:
-                half += [FixedOrderSum(self._rows(start), first) for start in starts]
+                half += [FixedOrderSum(self._empty(start), first) for start in self._drift_starts]
         self.tokens = 0
         self.last: torch.Tensor | None = None  # the last input
         self.prior: Prior | None = None
@@ -88,58 +102,112 @@ class HessianSum:
         self.fitted: InputDrift | None = None
         self.dampening_frac: float | None = None  # chosen by `fit`
 
-    def _rows(self, start: int) -> Callable[[], torch.Tensor]:
-        """Return what makes an empty slab of whole rows."""
-        rows = len(empty_slab(self.columns, start, "meta"))
+    @property
+    def _drift_starts(self) -> range:
+        """The first row of each slab of the drift."""
+        return slab_starts(self.rows if self.multiplied else self.columns)
+
+    def _empty(self, start: int) -> Callable[[], torch.Tensor]:
+        """Return what makes an empty slab of the drift, of whole rows."""
+        rows = len(empty_slab(self.rows if self.multiplied else self.columns, start, "meta"))
         return functools.partial(torch.zeros, rows, self.columns, device=self.device)
+
+    def reads(self, name: str) -> bool:
+        """Whether the sums serve a module that reads the input."""
+        return not self.multiplied or name in self._starts
+
+    def start(self, name: str) -> int:
+        """Return the first row of a module's weight in the multiplied drift."""
+        return self._starts.get(name, 0)
 
     def sums(self) -> list[FixedOrderSum]:
         """Return all sums, to be joined with those of other ranks."""
         return [*self.slabs, *self._even, *self._drift[0], *self._drift[1]]
 
     def add(self, terms: Sequence[Term], pool: ThreadPool) -> None:
-        costs = [self.columns - start for start in slab_starts(self.columns)]
-        if self.drifts:
-            costs = [cost + 2 * self.columns for cost in costs]
-        owners = assign(costs, pool.count)
-        assigned: list[list[int]] = [[] for _ in range(pool.count)]
-        for index, owner in enumerate(owners):
-            assigned[owner].append(index)
-        pool.do((i, functools.partial(self._add, s, terms)) for i, s in enumerate(assigned) if s)
+        outputs: list[torch.Tensor | None] = [None] * len(terms)
+        if self.multiplied:
+            outputs = list(
+                pool.do((i, partial(self._early_output, t)) for i, t in enumerate(terms))
+            )
+        starts = slab_starts(self.columns)
+        costs = [self.columns - start for start in starts]
+        costs += [2 * self.columns for _ in self._drift_starts] if self.drifts else []
+        assigned: list[tuple[list[int], list[int]]] = [([], []) for _ in range(pool.count)]
+        for index, owner in enumerate(assign(costs, pool.count)):
+            of_drift = index >= len(starts)
+            assigned[owner][of_drift].append(index - len(starts) if of_drift else index)
+        calls = enumerate(partial(self._add, *each, terms, outputs) for each in assigned)
+        pool.do((i, call) for i, call in calls if any(assigned[i]))
 
-    def _add(self, indices: Sequence[int], terms: Iterable[Term]) -> None:
-        """Add inputs to some of the slabs."""
-        starts = [slab_starts(self.columns)[index] for index in indices]
-        for term in terms:
-            self._add_term(indices, starts, term)
+    def _early_output(self, term: Term) -> torch.Tensor | None:
+        """Return `_output`; None if the device cannot hold it, and `_add_term` needs halves."""
+        try:
+            return self._output(term)
+        except torch.OutOfMemoryError:
+            return None
+
+    def _output(self, term: Term) -> torch.Tensor | None:
+        """Return W (x - x^) of a batch, (tokens, rows), in the type of its inputs."""
+        off = self._off(term)
+        if off is None:
+            return None
+        weights = [each.to(self.device, off.dtype) for each in self._weights.values()]
+        return torch.cat([torch.nn.functional.linear(off, each) for each in weights], -1)
+
+    def _off(self, term: Term) -> torch.Tensor | None:
+        """Return x - x^ of a batch, if it is known.
+
+        The difference of bf16 inputs is rounded to bf16: exact where they are close, and else off
+        by at most 2^-8 of it. Subtracting sums afterwards would lose more.
+        """
+        if term.original is None:
+            return None
+        return term.original.to(self.device) - term.x.to(self.device)
+
+    def _add(
+        self,
+        indices: Sequence[int],
+        of_drift: Sequence[int],
+        terms: Sequence[Term],
+        outputs: Sequence[torch.Tensor | None],
+    ) -> None:
+        """Add inputs to some of the slabs of H, and to some of the drift.
+
+        outputs: W (x - x^) of each batch, where the drift is multiplied
+        """
+        for term, output in zip(terms, outputs, strict=True):
+            self._add_term(indices, of_drift, term, output)
 
     def _add_term(
-        self, indices: Sequence[int], starts: Sequence[int], term: Term, squares: bool = True
+        self,
+        indices: Sequence[int],
+        of_drift: Sequence[int],
+        term: Term,
+        output: torch.Tensor | None = None,
     ) -> None:
-        """Add one input; in halves if the device cannot hold the copies that the sums need.
-
-        squares: False if x^T x was added already
-        """
+        """Add one input; in halves if the device cannot hold the copies that the sums need."""
         try:
             x = term.x.to(self.device)  # one at a time: it may be a copy
             if term.weights is not None:
                 x = x.float() * term.weights.to(self.device, torch.float32)[:, None]
-            if squares:
+            if indices:
                 sums = self._even if self.drifts and term.batch % 2 == 0 else self.slabs
                 accumulate([sums[index].partial_sum(term.partial_sum) for index in indices], x)
-                squares = False
-            if term.original is not None:
-                # The difference of bf16 inputs is rounded to bf16: exact where they are close, and
-                # else off by at most 2^-8 of it. Subtracting sums afterwards would lose more.
-                off = term.original.to(self.device) - x
-                drift = self._drift[term.batch % 2]
-                slabs = [drift[index].partial_sum(term.partial_sum) for index in indices]
-                accumulate_product(slabs, starts, off, x)
+                indices = ()  # not again in halves
+            if of_drift:
+                if output is None:
+                    output = self._output(term) if self.multiplied else self._off(term)
+                if output is not None:
+                    drift = self._drift[term.batch % 2]
+                    slabs = [drift[index].partial_sum(term.partial_sum) for index in of_drift]
+                    starts = [self._drift_starts[index] for index in of_drift]
+                    accumulate_product(slabs, starts, output, x)
         except torch.OutOfMemoryError:  # raised before the sum was changed
             if len(term.x) == 1:
                 raise
             for half in term.halves():
-                self._add_term(indices, starts, half, squares)
+                self._add_term(indices, of_drift, half)
 
     def totals(self) -> list[torch.Tensor]:
         """Return the slabs of the sum over all tokens, after the last input."""
@@ -180,10 +248,9 @@ class HessianSum:
         drifts = [torch.cat(self._totals(half)) for half in self._drift]
         return (even, odd), (drifts[0], drifts[1])
 
-    def fit(self, dampening_frac: float, rows: int, held_out: bool = False) -> None:
+    def fit(self, dampening_frac: float, held_out: bool = False) -> None:
         """Set `fitted` and `dampening_frac` if there is drift; call it before `whole`.
 
-        rows:     of all weights that the input is multiplied with
         held_out: raise the dampening as far as odd batches confirm it for even ones
         """
         if self.dampening_frac is not None:
@@ -195,7 +262,8 @@ class HessianSum:
             half.clear()
         if held_out:
             self.dampening_frac = held_out_dampening(*halves[0], dampening_frac)
-        self.fitted = InputDrift(*halves, self.tokens, dampening_frac, rows)
+        more = (self.tokens, dampening_frac, self.rows, self.multiplied)
+        self.fitted = InputDrift(*halves, *more)
 
 
 @dataclass(frozen=True)

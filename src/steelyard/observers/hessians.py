@@ -21,7 +21,6 @@ from torch.nn import Module
 from steelyard.distributed import Ranks, ThreadPool, partial_sums_of, sendable
 from steelyard.errors import CalibrationError
 from steelyard.fusion import expert_groups
-from steelyard.kernels.drift import InputDrift
 from steelyard.kernels.partial_sums import Partial
 from steelyard.kernels.shrinkage import isotropic, prior_factor, prior_tokens
 from steelyard.observers.hessian_sums import HessianSum, Prior, Term
@@ -73,9 +72,10 @@ class Hessians:
         original:    the input in the unquantized model, to sum the drift; for all batches or none
         batch:       number of the batch in the run
         """
-        drifts = original is not None
+        names = [name for name in names if name in self.modules]
+        drifting = {} if original is None else self._weights(names)
         for name in names:
-            if name in self.modules and (hessian := self._to_add(name, x, drifts)) is not None:
+            if (hessian := self._to_add(name, x, drifting)) is not None:
                 real = _real(x)
                 hessian.tokens += len(real)
                 before = None if original is None else _real(original)
@@ -95,15 +95,20 @@ class Hessians:
             hessian.last = None
         self._latest = None
 
-    def _to_add(self, name: str, x: torch.Tensor, drifts: bool) -> HessianSum | None:
-        """Return the Hessian to add an input to; None if it contains the input already."""
+    def _to_add(
+        self, name: str, x: torch.Tensor, weights: Mapping[str, torch.Tensor]
+    ) -> HessianSum | None:
+        """Return the Hessian to add an input to; None if it contains the input already.
+
+        weights: of all modules that get the input now, to sum its drift; empty not to
+        """
         hessian = self._hessians.get(name)
         if hessian is None:
             latest = self._latest
-            if latest is None or latest.last is not x:
+            if latest is None or latest.last is not x or not latest.reads(name):
                 device = torch.device("cpu") if self.offload else x.device
                 first = partial_sums_of(self.ranks.rank, self.ranks.count).start
-                latest = HessianSum(x.shape[-1], device, first, drifts)
+                latest = HessianSum(x.shape[-1], device, first, weights)
             hessian = self._hessians[name] = latest
         if hessian.last is x:  # already added for a layer that shares it
             return None
@@ -144,7 +149,8 @@ class Hessians:
             mine = self._hessians.get(names[0])
             partials = [] if mine is None else [each.partials() for each in mine.sums()]
             device = self._device(names[0])
-            whole = HessianSum(columns, device, 0, drifts)
+            weights = self._weights(names) if drifts else {}
+            whole = HessianSum(columns, device, 0, weights)
             whole.tokens = tokens
             for owner in sorted({owners[name] for name in names}):
                 for rank, found in enumerate(self.ranks.collect(partials, owner)):
@@ -204,6 +210,9 @@ class Hessians:
     def columns(self, name: str) -> int:
         return int(self._weight(name).shape[1])
 
+    def _weights(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        return {name: self._weight(name).data for name in names}
+
     def _weight(self, name: str) -> Any:
         return self.modules[name].weight
 
@@ -238,12 +247,8 @@ class Hessians:
 
         held_out: raise the dampening as far as held-out batches confirm it
         """
-        shared: dict[HessianSum, list[str]] = {}
-        for name, hessian in self._hessians.items():
-            shared.setdefault(hessian, []).append(name)
         needed = {self._hessians[name]: None for name in names if name in self._hessians}
-        rows = {h: sum(len(self._weight(name)) for name in shared[h]) for h in needed}
-        fits = (partial(h.fit, dampening_frac, rows[h], held_out) for h in needed)
+        fits = (partial(h.fit, dampening_frac, held_out) for h in needed)
         self.pool.do(enumerate(fits))
         for hessian in needed:
             hessian.whole()
@@ -253,10 +258,15 @@ class Hessians:
         hessian = self._hessians.get(name)
         return None if hessian is None else hessian.dampening_frac
 
-    def drift(self, name: str) -> InputDrift | None:
-        """Return the fitted drift of a module's input, after `prepare`; None without any."""
+    def shifted(self, name: str) -> tuple[torch.Tensor, float] | None:
+        """Return the weight to round to, after `prepare`, and the factor of the shift.
+
+        None without drift; see `kernels.drift`.
+        """
         hessian = self._hessians.get(name)
-        return None if hessian is None else hessian.fitted
+        if hessian is None or hessian.fitted is None:
+            return None
+        return hessian.fitted.shifted(self._weight(name).data, hessian.start(name))
 
 
 def _real(x: torch.Tensor) -> torch.Tensor:

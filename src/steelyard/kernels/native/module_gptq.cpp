@@ -168,9 +168,11 @@ void products(const std::optional<Tensor>& left, const Tensor& right, std::vecto
     p.right = right.data();
     p.right_stride = right.stride(0);
     p.type = type_of(right);
+    int64_t most = p.columns;
     if (left) {
         require_rows(*left, "left");
-        require_size(*left, p.tokens * p.columns, "left");
+        most = int64_t(left->shape(1));
+        require_size(*left, p.tokens * most, "left");
         if (type_of(*left) != p.type) throw std::invalid_argument("left and right must have one type");
         p.left = left->data();
         p.left_stride = left->stride(0);
@@ -180,7 +182,7 @@ void products(const std::optional<Tensor>& left, const Tensor& right, std::vecto
     for (size_t i = 0; i < slabs.size(); ++i) {
         require_matrix(slabs[i], "a slab");
         const int64_t count = int64_t(slabs[i].shape(0)), column = left ? 0 : rows[i];
-        if (rows[i] < 0 || rows[i] + count > p.columns) throw std::invalid_argument("no such rows");
+        if (rows[i] < 0 || rows[i] + count > most) throw std::invalid_argument("no such rows");
         require_size(slabs[i], count * (p.columns - column), "a slab");
         described.push_back({slabs[i].data(), rows[i], count, column});
     }

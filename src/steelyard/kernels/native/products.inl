@@ -124,7 +124,8 @@ static void add_tile(const float* a, const float* b, int64_t steps, const Slab& 
 
 template <class Step, class T>
 static void add_products(const ProductProblem& p) {
-    int64_t from = p.columns, to = 0, column = p.columns;
+    if (p.count == 0) return;
+    int64_t from = std::numeric_limits<int64_t>::max(), to = 0, column = p.columns;
     for (int64_t s = 0; s < p.count; ++s) {
         from = std::min(from, p.slabs[s].row);
         to = std::max(to, p.slabs[s].row + p.slabs[s].rows);
