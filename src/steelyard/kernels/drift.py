@@ -5,17 +5,17 @@ output to match is W x:
 
     E |W x - Q x^|^2 = |(W* - Q) H^(1/2)|^2 + const,    W* = W + R H^-1,    R = W E[(x - x^) x^^T]
 
-so the solver does not change: it rounds to W* instead of W.
+so the solver does not change: it rounds to W* instead of W. H belongs to the input, and weights
+with the same input share it.
 
-The shift R H^-1 is a least-squares fit and overfits where tokens are few. Two things shrink it. A
-ridge on the diagonal of H takes most from the directions that inputs rarely have. And each half of
-the batches judges the fit of the other:
+The shift R H^-1 is a least-squares fit and overfits where tokens are few. Two things shrink it. H
+gets as many tokens more as it has columns, of average size and uncorrelated: that takes most from
+the directions that inputs rarely have. And each half of the batches judges the fit of the other:
 
     a = sum of <G_k, R_j> / sum of tr(G_k H_j G_k^T),    G_k = R_k H_k^-1,    j the other half
 
-is the factor on the shift that costs least for moments R that the shift was not fitted to. One
-factor for all rows needs no more than a hundred of them. It is R that has the noise of few tokens;
-H is about the same in both halves, so that of all tokens stands for both, and is factorised once.
+is the factor on the shift that costs least on tokens that the shift was not fitted to. One factor
+for all rows needs no more than a hundred of them.
 """
 
 from __future__ import annotations
@@ -32,75 +32,72 @@ _Pair = tuple[torch.Tensor, torch.Tensor]
 class InputDrift:
     """The drift of one input in two halves of the batches.
 
-    hessians:   of each half, (in, in) fp32, the sum of x^ x^^T; the first is overwritten
-    moments:    of each half, fp32: the sum of (x - x^) x^^T, (in, in); or that multiplied by all
-                the weights that have this input, one above the other, (rows, in)
-    ridge:      added to the diagonal of H, as a fraction of its mean
-    multiplied: whether the moments are multiplied by the weights
-    rows:       of all weights to be shifted; if there are as many as columns, the shift of an
-                identity is computed once, instead of a solution for each weight
+    hessians:       of each half, (in, in) fp32, the sum of x^ x^^T; overwritten
+    drifts:         of each half, fp32: the sum of (x - x^) x^^T, (in, in); or that multiplied by
+                    all the weights that have this input, one above the other, (rows, in)
+    tokens:         of both halves
+    dampening_frac: added to each Hessian's diagonal too, as a fraction of its mean
+    rows:           of all weights to be shifted; if there are as many as columns, the shift of an
+                    identity is computed once, instead of a solution for each weight
+    multiplied:     whether the drifts are multiplied by the weights
     """
 
     def __init__(
         self,
         hessians: _Pair,
-        moments: _Pair,
-        ridge: float,
-        multiplied: bool = False,
+        drifts: _Pair,
+        tokens: int,
+        dampening_frac: float = 0.01,
         rows: int = 0,
+        multiplied: bool = False,
     ) -> None:
-        self._moments = moments
+        self._drifts = drifts
         self._multiplied = multiplied
-        means = [_mean(each) for each in hessians]
-        self._shares = [mean / sum(means) if sum(means) > 0.0 else 0.0 for mean in means]
-        self._factor = _Factor(hessians[0].add_(hessians[1]), ridge)
+        total = hessians[0] + hessians[1]
+        ridge = len(total) * _mean(total) / max(tokens, 1)
+        self._halves = [_Factor(each, ridge, dampening_frac) for each in hessians]
+        self._both = _Factor(total, ridge, dampening_frac)
         self._shared: torch.Tensor | None = None
-        if not multiplied and rows >= len(hessians[0]) and self._factor.exists:
-            self._shared = self._factor.solved(moments[0] + moments[1])
+        if not multiplied and rows >= len(total) and self._both.exists:
+            self._shared = self._both.solved(drifts[0] + drifts[1])
 
     def shifted(self, weight: torch.Tensor, start: int = 0) -> tuple[torch.Tensor, float]:
         """Return the weight to round to, (out, in) fp32, and the factor on the shift, 0 to 1.
 
         weight: (out, in)
-        start:  the weight's first row in multiplied moments
+        start:  the weight's first row in multiplied drifts
         """
         wide = weight.detach().float()
-        rows = slice(0, len(wide), max(1, len(wide) // _SAMPLE))
-        scale = self._scale([self._moment(half, wide, start, rows) for half in (0, 1)])
-        if not scale:
+        drifts = list(self._drifts)
+        if self._multiplied:
+            drifts = [drift[start : start + len(wide)] for drift in drifts]
+        some = slice(None, None, max(1, len(wide) // _SAMPLE))
+        factor = self._factor(
+            [drift[some] if self._multiplied else wide[some] @ drift for drift in drifts]
+        )
+        if not factor:
             return wide, 0.0
         if self._shared is not None:
             shift = wide @ self._shared
         else:
-            both = self._moments[0] + self._moments[1]
-            moment = both[start : start + len(wide)] if self._multiplied else wide @ both
-            shift = self._factor.solved(moment)
+            both = drifts[0] + drifts[1]
+            shift = self._both.solved(both if self._multiplied else wide @ both)
         if not bool(shift.isfinite().all()):
             return wide, 0.0
-        return wide.add(shift, alpha=scale), scale
+        return wide.add(shift, alpha=factor), factor
 
-    def _moment(self, half: int, weight: torch.Tensor, start: int, rows: slice) -> torch.Tensor:
-        """Return R of some rows of a weight."""
-        moment = self._moments[half]
-        if self._multiplied:
-            return moment[start : start + len(weight)][rows]
-        return weight[rows] @ moment
+    def _factor(self, moments: list[torch.Tensor]) -> float:
+        """Return the factor on the shift; 0 where no half confirms the other.
 
-    def _scale(self, moments: list[torch.Tensor]) -> float:
-        """Return the factor on the shift of some rows; 0 where no half confirms the other."""
-        if not (self._factor.exists and min(self._shares) > 0.0):
+        moments: R of some rows, of each half
+        """
+        if not (self._both.exists and all(half.exists for half in self._halves)):
             return 0.0
         gain = cost = 0.0
-        # with H = L L^T: <G_k, R_j> and tr(G_k H G_k^T) are inner products of what L^-T makes of R
-        half = self._factor.half_solved(torch.cat(moments))
-        fits = self._factor.other_half(half).chunk(2)
-        halves = half.chunk(2)
         for one, other in ((0, 1), (1, 0)):
-            share = self._shares[one]  # H of this half is about so much of all of it
-            gain += _inner(halves[one], halves[other]) / share
-            length = _inner(halves[one], halves[one])
-            length -= self._factor.ridge * _inner(fits[one], fits[one])
-            cost += length * self._shares[other] / share**2
+            fit = self._halves[one].solved(moments[one])
+            gain += _inner(fit, moments[other])
+            cost += self._halves[other].cost(fit)
         if not (gain > 0.0 and cost > 0.0):  # NaN, too
             return 0.0
         return min(gain / cost, 1.0)
@@ -110,35 +107,34 @@ class _Factor:
     """The Cholesky factor of H over its mean diagonal, with a larger diagonal.
 
     hessian: overwritten
-    ridge:   added to the diagonal, as a fraction of its mean
+    ridge:   added to the diagonal
     """
 
-    def __init__(self, hessian: torch.Tensor, ridge: float) -> None:
+    def __init__(self, hessian: torch.Tensor, ridge: float, dampening_frac: float) -> None:
         self.mean = _mean(hessian)
         self.exists = self.mean > 0.0
         self.lower = hessian
-        self.ridge = ridge
         if self.exists:
-            hessian.div_(self.mean).diagonal().add_(ridge)
+            self.added = ridge / self.mean + dampening_frac
+            hessian.div_(self.mean).diagonal().add_(self.added)
             info = torch.empty((), dtype=torch.int32, device=hessian.device)
             torch.linalg.cholesky_ex(hessian, out=(self.lower, info))
             self.exists = int(info) == 0
 
     def solved(self, moment: torch.Tensor) -> torch.Tensor:
         """Return R H^-1; two solutions from the right are faster than `cholesky_solve`."""
-        return self.other_half(self.half_solved(moment))
-
-    def half_solved(self, moment: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = torch.linalg.solve_triangular(
+        half = torch.linalg.solve_triangular(
             self.lower.t(), moment / self.mean, upper=True, left=False
         )
-        return found
-
-    def other_half(self, half: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = torch.linalg.solve_triangular(
             self.lower, half, upper=False, left=False
         )
         return found
+
+    def cost(self, fit: torch.Tensor) -> float:
+        """Return tr(G H G^T), without what was added to the diagonal."""
+        long = fit @ self.lower
+        return self.mean * (_inner(long, long) - self.added * _inner(fit, fit))
 
 
 def _mean(hessian: torch.Tensor) -> float:

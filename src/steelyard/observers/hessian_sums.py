@@ -214,8 +214,7 @@ class HessianSum:
     def fit(self, dampening_frac: float, held_out: bool = False) -> None:
         """Set `fitted` and `dampening_frac` if there is drift; call it before `whole`.
 
-        held_out: raise the dampening as far as odd batches confirm it for even ones; the drift is
-                  fitted with the same ridge, else with one that grows with columns over tokens
+        held_out: raise the dampening as far as odd batches confirm it for even ones
         """
         if self.dampening_frac is not None:
             return
@@ -224,10 +223,10 @@ class HessianSum:
             return
         for half in self._drift:
             half.clear()
-        ridge = dampening_frac + self.columns / max(self.tokens, 1)
-        if held_out and dampening_frac:
-            ridge = self.dampening_frac = held_out_dampening(*halves[0], dampening_frac)
-        self.fitted = InputDrift(*halves, ridge, self.multiplied, self.rows)
+        if held_out:
+            self.dampening_frac = held_out_dampening(*halves[0], dampening_frac)
+        more = (self.tokens, dampening_frac, self.rows, self.multiplied)
+        self.fitted = InputDrift(*halves, *more)
 
 
 @dataclass(frozen=True)
