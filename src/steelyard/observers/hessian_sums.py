@@ -262,8 +262,10 @@ class HessianSum:
             half.clear()
         if held_out:
             self.dampening_frac = held_out_dampening(*halves[0], dampening_frac)
-        more = (self.tokens, dampening_frac, self.rows, self.multiplied)
-        self.fitted = InputDrift(*halves, *more)
+        hessians, drifts = halves
+        self.fitted = InputDrift(
+            hessians, drifts, self.tokens, dampening_frac, self.rows, self.multiplied
+        )
 
 
 @dataclass(frozen=True)
