@@ -168,10 +168,8 @@ class Passes:
             begun, count = 0, self.pool.count
             while begun < len(flow.forwards):
                 some = slice(begun, begun + count)
-                batches = Staged(
-                    parts, flow.forwards[some], flow.tokens[some], sys.maxsize, self.pool
-                )
-                with batches as staged:
+                batches = flow.forwards[some], flow.tokens[some]
+                with Staged(parts, *batches, sys.maxsize, self.pool) as staged:
                     for index, stage in enumerate(stages):
                         shown = functools.partial(see, stage, turn)
                         staged.run_to(index, shown, work.flush)
