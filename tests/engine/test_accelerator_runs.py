@@ -59,6 +59,15 @@ def test_each_weight_goes_to_the_device_once_and_ahead(tmp_path: Path) -> None:
     assert all(each.pinned and each.to_device for each in ahead)
 
 
+@pytest.mark.parametrize("recipe", ["static", "gptq"])
+def test_each_weight_of_experts_goes_to_the_device_once(tmp_path: Path, recipe: str) -> None:
+    """Two layers have four experts of three weights each, k and v in the same shape, and a router."""
+    transfers = on_toy(tmp_path, toy_runs.same_bytes, tmp_path, "qwen3_moe", recipe)
+    brought = Counter(each.shape for each in transfers if each.to_device and len(each.shape) == 2)
+    weights = {(32, 32): 2 * (4 * 3 + 2), (64, 32): 2, (32, 64): 2, (4, 32): 2, (128, 32): 1}
+    assert {shape: brought[shape] for shape in weights} == weights
+
+
 def test_a_layer_that_does_not_fit_twice_is_read_ahead_to_the_host(tmp_path: Path) -> None:
     transfers = on_toy(tmp_path, toy_runs.without_room, tmp_path)
     assert all(each.stream == "main" for each in transfers)
