@@ -22,7 +22,7 @@ CONTENTS = {
         "steelyard.engine.result": ("Result",),
         "steelyard.algorithms.algorithm": ("ModuleResult",),
         "steelyard.engine.statistics": ("merge_statistics",),
-        "steelyard.distributed.ranks": ("join_from_environment",),
+        "steelyard.distributed.process_group": ("join_from_environment",),
     },
     "Evaluating": {
         "steelyard.evaluate.divergence": ("evaluate",),

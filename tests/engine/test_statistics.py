@@ -6,6 +6,7 @@ import errno
 import itertools
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -151,10 +152,20 @@ def test_parts_equal_one_run(kind: str, cuts: list[int], source: Path, tmp_path:
         source, recipe, statistics=tmp_path / "all.safetensors", output_dir=tmp_path / "two"
     )
     assert contents(tmp_path / "two") == contents(tmp_path / "one")
-    assert result.modules == one.modules
+    assert result.modules == without_output_errors(one.modules)
     # what would make all of the above true for nothing
     oneshot(source, recipe, statistics=files[0], output_dir=tmp_path / "part")
     assert contents(tmp_path / "part") != contents(tmp_path / "one")
+
+
+def without_output_errors(modules: dict[str, Any]) -> dict[str, Any]:
+    """Results as a run from statistics has them: without data, it has no outputs to compare."""
+    known = ("output_error", "block_error")
+    assert any("output_error" in each.details for each in modules.values())
+    return {
+        name: replace(each, details={k: v for k, v in each.details.items() if k not in known})
+        for name, each in modules.items()
+    }
 
 
 @pytest.mark.parametrize("kind", ["static_minmax", "nvfp4", "imatrix_mse", "optimal"])

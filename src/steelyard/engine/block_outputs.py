@@ -6,7 +6,8 @@ runs the batch again. The errors are relative to what the unquantized modules pu
 the unquantized block adds to its input. Algorithms that know the output error of a module from
 second moments over all batches, as GPTQ does, have stated it already.
 
-One rank has the first batch, so the number of ranks changes no figure.
+One rank has the first batch, so the number of ranks changes no figure. What is kept waits in host
+memory. Where a device has no room for the batch as a whole, the block has no figures.
 """
 
 from __future__ import annotations
@@ -53,7 +54,14 @@ class BlockOutputs:
         self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._output: torch.Tensor | None = None
         if flow.forwards and flow.places[0][0] == 0 and not solver.statistics.only:
-            self._watch(flow)
+            try:
+                self._watch(flow)
+            except torch.OutOfMemoryError:
+                self._forget()
+
+    def _forget(self) -> None:
+        self.inputs.clear()
+        self._call = self._output = None
 
     def _watch(self, flow: Flow) -> None:
         modules: dict[str, Any] = dict(self._modules())
@@ -80,7 +88,7 @@ class BlockOutputs:
             if not all(map(_is_plain, (*args, *kwargs.values()))):
                 self._call = None
                 return
-            self._call = replaced(args, _wide), replaced(kwargs, _wide)
+            self._call = replaced(args, _on_host), replaced(kwargs, _on_host)
             self._output = self._block_output(())
 
     def _modules(self) -> Mapping[str, Module]:
@@ -101,11 +109,17 @@ class BlockOutputs:
         quantized: modules to run as they are stored
         """
         assert self._call is not None
-        args, kwargs = self._call
+        args, kwargs = (replaced(each, self._brought) for each in self._call)
         root = self.part.root
         with computing_in(root, torch.float32, scales=True), rounded_once(quantized):
             found: torch.Tensor = first_tensor(self._run(functools.partial(root, *args, **kwargs)))
-        return found
+        return found.cpu()
+
+    def _brought(self, value: Any) -> Any:
+        """Bring a tensor to the device that the block is on, in fp32."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        return _wide(value.to(self.solver.device))
 
     @torch.no_grad()
     def added_to(self, found: Mapping[str, ModuleResult]) -> dict[str, ModuleResult]:
@@ -113,7 +127,12 @@ class BlockOutputs:
 
         Every rank calls this, and gets the same.
         """
-        errors = self.solver.ranks.broadcast(dict(self._errors(found)))
+        try:
+            known = dict(self._errors(found))
+        except torch.OutOfMemoryError:
+            known = {}
+        self._forget()
+        errors = self.solver.ranks.broadcast(known)
         block = errors.pop("", None)
         added = {name: {OUTPUT_ERROR: error} for name, error in errors.items()}
         if block is not None:
@@ -133,7 +152,8 @@ class BlockOutputs:
                 continue
             if found[name].details.get(OUTPUT_ERROR) is not None:
                 continue
-            if (error := self._run(functools.partial(_output_error, modules[name], x))) is not None:
+            error = self._run(functools.partial(_output_error, modules[name], x))
+            if error is not None:
                 yield name, error
         if self._output is None or self._call is None or not modules:
             return
@@ -149,9 +169,13 @@ class BlockOutputs:
 
 def _spread_out(x: torch.Tensor) -> torch.Tensor:
     """Return at most `TOKENS` rows, at equal distances."""
-    if len(x) <= TOKENS:
-        return x.clone()
-    return x[torch.linspace(0, len(x) - 1, TOKENS, device=x.device).long()]
+    if len(x) > TOKENS:
+        x = x[torch.linspace(0, len(x) - 1, TOKENS, device=x.device).long()]
+    return x.to("cpu", copy=True)
+
+
+def _on_host(value: Any) -> Any:
+    return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
 def _wide(value: Any) -> Any:
@@ -169,7 +193,8 @@ def _is_plain(value: Any) -> bool:
 def _output_error(module: Any, x: torch.Tensor) -> float | None:
     """Return the error of what a module puts out as it is stored, weight and input rounded."""
     scheme = module.quantization_scheme
-    weight, x = module.weight.data.float(), x.float()
+    weight = module.weight.data.float()
+    x = x.to(weight.device).float()
     wanted = x @ weight.T
     if scheme.weights is not None:
         weight = forward_quantize(module, weight, "weight", scheme.weights).float()
