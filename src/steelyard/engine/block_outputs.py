@@ -28,7 +28,7 @@ from steelyard.engine.block_names import BLOCK_ERROR, OUTPUT_ERROR
 from steelyard.engine.parts import Flow, Part
 from steelyard.engine.solving import Solver
 from steelyard.model.placeholders import first_tensor, replaced
-from steelyard.model.precision import computing_in, rounded_once
+from steelyard.model.precision import computing_in, multiplying_in, rounded_once
 from steelyard.observers.lifecycle import with_schemes
 from steelyard.observers.padding import real_tokens
 
@@ -111,7 +111,11 @@ class BlockOutputs:
         assert self._call is not None
         args, kwargs = (replaced(each, self._brought) for each in self._call)
         root = self.part.root
-        with computing_in(root, torch.float32, scales=True), rounded_once(quantized):
+        with (
+            multiplying_in(root, None),
+            computing_in(root, torch.float32, scales=True),
+            rounded_once(quantized),
+        ):
             found: torch.Tensor = first_tensor(self._run(functools.partial(root, *args, **kwargs)))
         return found.cpu()
 

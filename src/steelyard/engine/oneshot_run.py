@@ -250,7 +250,8 @@ class OneshotRun:
         if not self.source.placement.is_host and (through is None or through.used):
             given["device"] = self.source.placement.device.type
         if self.samples is not None:
-            given["batches are computed in"] = str(self.run.dtype or self.source.dtype)
+            computed = self.run.forward.products or self.run.dtype or self.source.dtype
+            given["batches are computed in"] = str(computed)
         given |= self.statistics.digests()
         return identity_of(self.source.shards, self.recipe.text, given, _batches(self.samples))
 

@@ -33,7 +33,7 @@ from steelyard.errors import PipelineError
 from steelyard.fusion import fused_groups
 from steelyard.model.early_stop import StopAfter
 from steelyard.model.placeholders import first_tensor
-from steelyard.model.precision import computing_in, return_memory, rounded_once
+from steelyard.model.precision import Forward, computing_in, return_memory, rounded_once
 from steelyard.observers.calibration import Calibration
 from steelyard.observers.lifecycle import with_schemes
 
@@ -44,16 +44,15 @@ class Passes:
     """Runs batches through a block: several at once in stages, or one by one with hooks.
 
     propagate: give each block the output of the quantized blocks before it
-    dtype:     dtype to compute in; None for that of the model
+    forward:   the types to compute in
     """
 
-    def __init__(
-        self, solver: Solver, pool: ThreadPool, propagate: bool, dtype: torch.dtype | None
-    ) -> None:
+    def __init__(self, solver: Solver, pool: ThreadPool, propagate: bool, forward: Forward) -> None:
         self.solver = solver
         self.pool = pool
         self.propagate = propagate
-        self.dtype = dtype
+        self.forward = forward
+        self.dtype = forward.dtype
         self._moment = Moment()  # the current batch
 
     def through(self, part: Part, flow: Flow) -> dict[str, ModuleResult]:
@@ -161,6 +160,7 @@ class Passes:
         begun = 0  # index of the first batch of the current group
 
         def see(stage: Stage, turn: int, index: int, x: Any) -> None:
+            x = self.forward.multiplied(x)
             stage.show(x, calibration, work, Moment(*flow.places[begun + index], turn))
 
         def outputs(turn: int, last: bool) -> Generator[torch.Tensor, None, None]:
@@ -238,6 +238,7 @@ class Passes:
             calibration.take_over()
 
             def see(index: int, x: Any, original: Any = None) -> None:
+                x, original = map(self.forward.multiplied, (x, original))
                 stage.show(x, calibration, work, Moment(*flow.places[index]), original)
 
             staged.run_to(index, with_originals(see) if flow.originals else see, work.flush)

@@ -32,7 +32,7 @@ from steelyard.errors import PipelineError
 from steelyard.kernels.partial_sums import partial_sum_of
 from steelyard.model.forward_errors import WITHOUT_DATA, forward_errors
 from steelyard.model.inputs import call_options, forward_inputs, padding_mask, without_cache
-from steelyard.model.precision import computing_in
+from steelyard.model.precision import computing_in, multiplying_in
 from steelyard.model.source import Source
 from steelyard.model.stacks import Layer, model_layers
 from steelyard.observers.lifecycle import with_schemes
@@ -70,7 +70,7 @@ class Run:
         self.solver = Solver(
             algorithms, result, statistics, uncalibrated, resumable, self.device, ranks, self.pool
         )
-        self.passes = Passes(self.solver, self.pool, propagate, self.dtype)
+        self.passes = Passes(self.solver, self.pool, propagate, self.forward)
         self.done = 0  # number of finished layers
         self.streamed: dict[int, int] = {}  # shard -> number of its finished jobs
         self.calibrated = False  # whether all modules are calibrated and written
@@ -192,7 +192,10 @@ class Run:
         """
         name, root, without = part.name, part.root, part.without
         self.ranks.at(name or "the model as a whole")
-        with self.source.loaded(root, name, without):
+        with (
+            self.source.loaded(root, name, without),
+            multiplying_in(root, self.forward.products),
+        ):
             if self.solver.needs("originals"):
                 with computing_in(root, self.dtype):
                     part.originals.extend(originals())

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.nn import Linear, Module
+from torch.nn import Module
 
 from steelyard.model.batch_forward import with_first_part
+from steelyard.model.precision import is_plain_linear
 
 __all__ = ["find_stages"]
 
@@ -32,7 +33,7 @@ def find_stages(
     once, with all `tokens` of the batch. Also None if an input has another dtype than `dtype`: such
     a class casts to the dtype of a weight, which is itself cast only when its stage is solved.
     """
-    if not all(_is_plain(module) for module in modules.values()):
+    if not all(map(is_plain_linear, modules.values())):
         return None
     find = functools.partial(_stages, modules, points or {}, dtype)
     return with_first_part(find, forward, tokens)
@@ -82,8 +83,3 @@ def _stages(
     for name, x in calls:  # `calls` keeps the tensors alive, so ids are unique
         stages.setdefault(id(x), []).append(name)
     return list(stages.values())
-
-
-def _is_plain(module: Module) -> bool:
-    """Whether a module is a plain Linear; routers of some classes subclass it."""
-    return isinstance(module, Linear) and type(module).forward is Linear.forward

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from compressed_tensors.quantization import QuantizationStatus
 from compressed_tensors.quantization.lifecycle.forward import forward_quantize
-from torch.nn import Module, Parameter
+from torch.nn import Linear, Module, Parameter
+from torch.nn.functional import linear
 
 from steelyard.distributed.packing import sendable
 
@@ -23,6 +24,8 @@ __all__ = [
     "Forward",
     "computing_in",
     "forward_dtype",
+    "is_plain_linear",
+    "multiplying_in",
     "return_memory",
     "rounded_once",
     "speed",
@@ -63,6 +66,42 @@ def computing_in(
     finally:
         for parameter, data in kept:
             parameter.data = data
+
+
+class _Bf16Linear(Linear):
+    """A Linear layer whose product is computed in bf16; inputs and outputs keep their type."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, bias = (None if t is None else t.bfloat16() for t in (self.weight, self.bias))
+        return linear(x.bfloat16(), weight, bias).to(x.dtype)
+
+
+def is_plain_linear(module: Module) -> bool:
+    """Whether a module is a plain Linear; routers of some classes subclass it."""
+    return isinstance(module, Linear) and type(module).forward in _PLAIN
+
+
+_PLAIN = (Linear.forward, _Bf16Linear.forward)
+
+
+@contextlib.contextmanager
+def multiplying_in(module: Module, products: torch.dtype | None) -> Iterator[None]:
+    """Compute the products of Linear layers in bf16 inside the context, or in their own type.
+
+    Norms, softmax and the residual stream keep the type of the model. The class of a layer is
+    replaced, so that threads and stages that wait see the same; copies made inside keep it.
+
+    products: torch.bfloat16, or None for the type of the weights
+    """
+    before, after = (Linear, _Bf16Linear) if products is not None else (_Bf16Linear, Linear)
+    replaced = [each for each in module.modules() if type(each) is before]
+    try:
+        for each in replaced:
+            each.__class__ = after
+        yield
+    finally:
+        for each in replaced:
+            each.__class__ = before
 
 
 @contextlib.contextmanager
@@ -130,20 +169,34 @@ def _wider(
 class Forward:
     """The type that batches are computed in: that of the weights, or fp32.
 
-    reason: what decided it, for the plan; empty where there is no choice
+    reason:   what decided it, for the plan; empty where there is no choice
+    narrowed: whether products of fp32 layers are computed in bf16
     """
 
     wide: bool = False
     reason: str = ""
+    narrowed: bool = False
 
     @property
     def dtype(self) -> torch.dtype | None:
         """fp32, or None for the type of the weights."""
         return torch.float32 if self.wide else None
 
+    @property
+    def products(self) -> torch.dtype | None:
+        """The type of the products of Linear layers, if it is another."""
+        return torch.bfloat16 if self.narrowed else None
+
+    def multiplied(self, value: Any) -> Any:
+        """Return the input of Linear layers as they multiply it; other values as they are."""
+        is_input = isinstance(value, torch.Tensor) and value.dtype == torch.float32
+        return value.bfloat16() if self.narrowed and is_input else value
+
 
 def forward_dtype(stored: torch.dtype, device: torch.device, compares: bool = False) -> Forward:
     """Choose the type of the forward pass: that of the weights, or fp32 if it is faster or needed.
+
+    Where bf16 is faster, the Linear layers of an fp32 model multiply in it.
 
     On a CPU, a measured product of two matrices decides if one type is clearly faster, else the
     flags of the processor: so every run on a machine decides alike, whatever else it does. The
@@ -155,20 +208,39 @@ def forward_dtype(stored: torch.dtype, device: torch.device, compares: bool = Fa
     if asked not in FORWARDS:
         expected = ", ".join(FORWARDS)
         raise ValueError(f"STEELYARD_FORWARD must be one of {expected}, got {asked!r}")
-    if device.type != "cpu" or stored.itemsize >= torch.float32.itemsize:
+    if device.type != "cpu":
         return Forward()
+    if stored.itemsize >= torch.float32.itemsize:
+        narrows = stored == torch.float32 and asked == "auto" and not compares
+        return _narrowed() if narrows else Forward()
     name = str(stored).removeprefix("torch.")
     if asked != "auto":
         wide, reason = asked == "fp32", "as STEELYARD_FORWARD asks"
     elif compares:
         wide, reason = True, "since an algorithm compares outputs"
     else:
-        flag, gain = _multiplies_bf16() if stored == torch.bfloat16 else None, speed(stored)
-        wide = gain < 1 if max(gain, 1 / gain) >= _CLEAR else flag is None
-        slow, fast = f"since this CPU is slow in {name}", f"which this CPU multiplies ({flag})"
-        fast = f"which this CPU multiplies {_CLEAR:g} times faster" if flag is None else fast
-        reason = slow if wide else fast
+        fast = _fast(stored)
+        wide, reason = fast is None, fast or f"since this CPU is slow in {name}"
     return Forward(wide, f"batches are computed in {'float32' if wide else name}, {reason}")
+
+
+def _narrowed() -> Forward:
+    """Return how the layers of an fp32 model are computed."""
+    fast = _fast(torch.bfloat16)
+    if fast is None:
+        return Forward()
+    reason = f"batches are computed in float32, products of Linear layers in bfloat16, {fast}"
+    return Forward(False, reason, narrowed=True)
+
+
+def _fast(stored: torch.dtype) -> str | None:
+    """Return why a 16-bit type is faster than fp32 on this CPU; None if it is not."""
+    flag, gain = _multiplies_bf16() if stored == torch.bfloat16 else None, speed(stored)
+    if gain < 1 if max(gain, 1 / gain) >= _CLEAR else flag is None:
+        return None
+    if flag is None:
+        return f"which this CPU multiplies {_CLEAR:g} times faster"
+    return f"which this CPU multiplies ({flag})"
 
 
 def _multiplies_bf16() -> str | None:
