@@ -11,9 +11,11 @@ import pytest
 import torch
 from families import small_model
 from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from steelyard import oneshot
 from steelyard.checkpoint.written import WrittenCheckpoint
+from steelyard.engine.block_outputs import TOKENS
 from steelyard.modifiers import (
     GPTQModifier,
     IMatrixGatherer,
@@ -28,9 +30,9 @@ INT8 = {"num_bits": 8, "strategy": "tensor"}
 STATIC = {"targets": ["Linear"], "weights": {**INT8, "strategy": "channel"}}
 
 
-def rows(count: int = 6) -> list[list[int]]:
+def rows(count: int = 6, length: int = 24) -> list[list[int]]:
     chance = torch.Generator().manual_seed(5)
-    return [torch.randint(3, 128, (24,), generator=chance).tolist() for _ in range(count)]
+    return [torch.randint(3, 128, (length,), generator=chance).tolist() for _ in range(count)]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +42,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def measured(source: Path, folder: Path, count: int = 1) -> tuple[dict[str, float], list[float]]:
+def measured(
+    source: Path, folder: Path, count: int = 1, ids: list[list[int]] | None = None
+) -> tuple[dict[str, float], list[float]]:
     """Return output errors of modules and blocks on the first rows, inputs as in the original."""
     model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     written = WrittenCheckpoint(folder, None)
@@ -55,7 +59,7 @@ def measured(source: Path, folder: Path, count: int = 1) -> tuple[dict[str, floa
         hook = lambda _, args, kwargs, out: calls.append((args, kwargs, out))  # noqa: E731
         handles.append(layer.register_forward_hook(hook, with_kwargs=True))
     with torch.no_grad():
-        model(torch.tensor(rows()[:count]), use_cache=False)
+        model(torch.tensor(rows()[:count] if ids is None else ids), use_cache=False)
         for handle in handles:
             handle.remove()
         outputs, blocks = {}, []
@@ -95,6 +99,52 @@ def test_weights_rounded_to_nearest(source: Path, tmp_path: Path, batch_size: in
     assert [each["error"] for each in report["blocks"]] == pytest.approx(blocks, rel=1e-3)
     assert report["summary"]["outputs_on"] == "calibration"
     assert "block_error" not in report["modules"][0]["details"]
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_of_long_samples_the_first_tokens_count(
+    source: Path, tmp_path: Path, batch_size: int
+) -> None:
+    data = rows(6, 2 * TOKENS + 30)
+    steps = [IMatrixGatherer(ignore=["lm_head"]), QuantizationModifier(**W4A16)]
+    result = oneshot(source, steps, data, tmp_path / "q", batch_size=batch_size, **ORDER)
+    first = [row[: TOKENS // batch_size] for row in data[:batch_size]]
+    outputs, blocks = measured(source, tmp_path / "q", ids=first)
+    for name, error in outputs.items():
+        details = result.modules[name].details
+        assert details["output_error"] == pytest.approx(error, rel=1e-3)
+        assert details["block_error"] == pytest.approx(blocks[int(name.split(".")[2])], rel=1e-3)
+
+
+def test_a_layer_that_needs_all_tokens_gets_them(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, plain = rows(6, 2 * TOKENS), LlamaMLP.forward
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[1] != 2 * TOKENS:
+            raise KeyError(x.shape)
+        return plain(self, x)
+
+    monkeypatch.setattr(LlamaMLP, "forward", forward)
+    step = QuantizationModifier(scheme="FP8", ignore=["lm_head"])
+    result = oneshot(source, step, data, tmp_path / "q", **ORDER)
+    known = [each.details for each in result.modules.values()]
+    assert all("output_error" in each and "block_error" in each for each in known)
+
+
+def test_padding_counts_nowhere(source: Path, tmp_path: Path) -> None:
+    """Samples that are padded at the left begin with padding; all of their tokens pass."""
+    length = 2 * TOKENS
+    padded = [
+        {"input_ids": [0] * 100 + row, "attention_mask": [0] * 100 + [1] * (length - 100)}
+        for row in rows(3, length - 100)
+    ]
+    steps = [IMatrixGatherer(ignore=["lm_head"]), QuantizationModifier(**W4A16)]
+    result = oneshot(source, steps, padded, tmp_path / "q", batch_size=1, **ORDER)
+    for each in result.modules.values():
+        assert 0 < each.details["output_error"] < 0.05
+        assert 0 < each.details["block_error"] < 0.05
 
 
 def test_gptq_states_that_of_all_batches_and_the_block_has_its_own(
