@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,13 @@ from torch.nn import Linear, Parameter
 from torch.testing import assert_close
 
 from steelyard.model import precision
-from steelyard.model.precision import Forward, forward_dtype, rounded_once
+from steelyard.model.precision import (
+    Forward,
+    forward_dtype,
+    is_plain_linear,
+    multiplying_in,
+    rounded_once,
+)
 
 
 def quantized_linears(count: int = 5) -> list[Any]:
@@ -156,3 +163,59 @@ def test_an_unknown_type_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STEELYARD_FORWARD", "bf16")
     with pytest.raises(ValueError, match=r"one of auto, fp32, stored, got 'bf16'"):
         forward_dtype(torch.float32, CPU)
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_products_of_an_fp32_model_are_computed_in_bf16_where_that_is_faster(
+    flag: str, processor: Callable[..., None]
+) -> None:
+    processor(flag)
+    found = forward_dtype(torch.float32, CPU)
+    assert (found.dtype, found.products) == (None, torch.bfloat16)
+    assert found.reason == (
+        "batches are computed in float32, products of Linear layers in bfloat16, which this CPU "
+        f"multiplies ({flag})"
+    )
+    x = torch.rand(2, 3) / 3
+    assert_close(found.multiplied(x), x.bfloat16(), rtol=0, atol=0)
+    ids = torch.arange(3)
+    assert found.multiplied(ids) is ids
+    assert forward_dtype(torch.float32, CPU, compares=True) == Forward()
+    assert forward_dtype(torch.float64, CPU) == Forward()
+    processor()
+    assert forward_dtype(torch.float32, CPU) == Forward()
+    assert Forward().multiplied(x) is x
+
+
+class Router(Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).softmax(-1)
+
+
+def test_layers_multiply_in_bf16_inside() -> None:
+    torch.manual_seed(3)
+    plain, biased, router = Linear(64, 32, bias=False), Linear(32, 16), Router(16, 4)
+    block = torch.nn.Sequential(plain, torch.nn.LayerNorm(32), biased, router)
+    x = torch.randn(5, 64)
+    wide = block(x)
+    with multiplying_in(block, torch.bfloat16):
+        y = torch.nn.functional.linear(x.bfloat16(), plain.weight.bfloat16()).float()
+        assert_close(plain(x), y, rtol=0, atol=0)
+        hidden = block[:3](x)
+        assert hidden.dtype == torch.float32
+        assert_close(router(hidden), Linear.forward(router, hidden).softmax(-1), rtol=0, atol=0)
+        assert is_plain_linear(plain) and not is_plain_linear(router)
+        copied = copy.deepcopy(plain)
+        with multiplying_in(block, None):
+            assert_close(block(x), wide, rtol=0, atol=0)
+        assert_close(plain(x), y, rtol=0, atol=0)
+    assert_close(block(x), wide, rtol=0, atol=0)
+    assert {type(plain), type(biased), type(router)} == {Linear, Router}
+    assert_close(copied(x), y, rtol=0, atol=0)
+
+
+def test_an_error_ends_the_products_in_bf16() -> None:
+    linear = Linear(4, 4)
+    with pytest.raises(KeyError), multiplying_in(linear, torch.bfloat16):
+        raise KeyError
+    assert type(linear) is Linear
