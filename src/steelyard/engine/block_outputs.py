@@ -75,14 +75,15 @@ class BlockOutputs:
             with self._watched(), computing_in(self.part.root, self.dtype):
                 self._run(flow.forwards[0])
             return
-        whole = self._call
-        self._call = None if self._padding is not None else first_tokens(whole, TOKENS)
-        if self._call is not None:
-            with contextlib.suppress(Exception):  # a forward that needs all tokens may raise any
-                self._first_output()
+        cut = None if self._padding is not None else first_tokens(self._call, TOKENS)
+        for call in (cut, self._call):
+            # A forward that needs all tokens may raise anything if some are cut off. If it fails
+            # with all of them too, the run is about to say so.
+            with contextlib.suppress(Exception):
+                if call is not None and self._output is None:
+                    self._first_output(call)
         if self._output is None:
-            self._call = whole
-            self._first_output()
+            self._forget()
 
     def _keep_call(self, flow: Flow) -> bool:
         """Keep the block's arguments for the first batch; False if they cannot be used twice."""
@@ -103,9 +104,9 @@ class BlockOutputs:
             self._call = None
         return self._call is not None
 
-    def _first_output(self) -> None:
-        """Run the kept call with the unquantized block, and keep the inputs of its modules."""
-        self._call = replaced(self._call, _on_host)
+    def _first_output(self, call: Any) -> None:
+        """Run a call of the unquantized block, and keep it and the inputs of its modules."""
+        self._call = replaced(call, _on_host)
         with self._watched():
             self._output = self._block_output(())
 
