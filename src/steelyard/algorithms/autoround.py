@@ -4,7 +4,7 @@ GPTQ solves the modules first, one after another, each by the error of its own o
 them are tuned together: offsets of the codes and factors of the scales (`tuned_weight`) move
 against the sign of their gradients (`tuned_block`), by a step that falls linearly to zero.
 
-Every eighth batch is held out, from GPTQ's Hessians too: a start that was fitted to the batches
+One batch of sixteen is held out, from GPTQ's Hessians too: a start that was fitted to the batches
 that judge it looks better on them than it is, and nothing would ever win. The best of some states
 is kept if it is better there than the start by more than noise explains.
 """
@@ -36,7 +36,6 @@ from steelyard.plan.plan import Plan
 
 __all__ = ["AutoRound"]
 
-_HELD_OUT, _FIRST = 8, 1  # one batch of these, and which: the second, so that two are enough
 _CHECKS = 8  # times that the held-out batches run
 _SCALE_STEP = 0.1  # step of scale factors, in steps of offsets
 _BYTES = 34  # per weight of a block: wanted value, target, offset, value, gradients
@@ -75,7 +74,7 @@ class AutoRound(GPTQ):
 
     def tuning_passes(self, samples: int) -> float:
         step = 3 * min(self.modifier.batch_size, samples) / max(samples, 1)  # with gradients
-        return self.modifier.iters * step + (_CHECKS / _HELD_OUT if self.modifier.iters else 0)
+        return self.modifier.iters * step + (_CHECKS / 16 if self.modifier.iters else 0)
 
     def begin(self, block: Block) -> Hessians:
         self._holds_out = self.modifier.iters > 0 and bool(block.name)
@@ -177,7 +176,8 @@ class AutoRound(GPTQ):
 
 
 def _is_held_out(batch: int) -> bool:
-    return batch % _HELD_OUT == _FIRST
+    """Whether a batch judges; where there are few, more of them do: 1, 9, 25, 41 and so on."""
+    return batch == 1 or batch % 16 == 9
 
 
 def _untunable(batches: Collection[int]) -> str | None:
