@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from steelyard import oneshot
 from steelyard.algorithms import Algorithm
+from steelyard.algorithms.autoround import _pull
 from steelyard.algorithms.tuned_block import _rounded
 from steelyard.checkpoint import CheckpointWriter
 from steelyard.checkpoint.written import WrittenCheckpoint
@@ -28,7 +29,10 @@ from steelyard.recipes import load_recipe
 FEW = {"iters": 6, "batch_size": 4, "lr": 0.05}
 NEAREST = {"dampening_frac": 1e6, "refinements": 0, "drift_correction": False}
 """GPTQ that makes up for nothing: a start that any tuning must improve."""
+START = {"iters": 1, "lr": 1e-9}
+"""Steps too small to change a code: the start of tuning."""
 IN_ORDER = {"shuffle_calibration_samples": False}
+HELD_OUT = [1, 9]
 
 
 def groups(**args: Any) -> dict[str, Any]:
@@ -77,26 +81,50 @@ def first_layer(source: Path, batch: torch.Tensor, quantized: Path | None = None
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_never_worse_than_gptq_and_stored_as_tuned(
+def test_never_worse_than_its_start_and_stored_as_tuned(
     scheme: str, source: Path, tmp_path: Path
 ) -> None:
-    """Every eighth sample is held out; the first layer's input is the same in all models."""
+    """The first layer's input is the same in all models."""
     options = {"ignore": ["lm_head"], **SCHEMES[scheme]}
     modifier = AutoRoundModifier(**options, **FEW)
     result = oneshot(source, modifier, data(), tmp_path / "q", **IN_ORDER)
-    oneshot(source, GPTQModifier(**options), data(), tmp_path / "gptq", **IN_ORDER)
+    start = AutoRoundModifier(**options, **START)
+    oneshot(source, start, data(), tmp_path / "start", **IN_ORDER)
     details = result.modules["model.layers.0.mlp.up_proj"].details
     losses = details["held_out_loss"]
     assert (losses[1] < losses[0]) == (details["tuning_step"] > 0)
     assert losses[1] <= losses[0]
     if scheme in WITH_ACTIVATIONS:
         return
-    held_out = torch.cat(data())[7::8]
+    held_out = torch.cat(data())[HELD_OUT]
     expected = first_layer(source, held_out)
     squares = expected.square().mean(-1)
-    outputs = (first_layer(source, held_out, tmp_path / name) for name in ("gptq", "q"))
+    outputs = (first_layer(source, held_out, tmp_path / name) for name in ("start", "q"))
     found = [((each - expected).square().mean(-1) / squares).sum() for each in outputs]
     assert_close(losses, [float(each) for each in found], rtol=0.01, atol=0)
+
+
+def test_the_start_knows_nothing_of_held_out_samples(source: Path, tmp_path: Path) -> None:
+    """Else it is fitted to the samples that judge it, and no state is better."""
+    modifier = AutoRoundModifier(**groups(), ignore=["lm_head"], **START)
+    samples = torch.cat(data())
+    others = samples.clone()
+    others[HELD_OUT] = torch.cat(data(seed=1))[HELD_OUT]
+    for name, each in (("a", samples), ("b", others)):
+        oneshot(source, modifier, list(each.split(1)), tmp_path / name, **IN_ORDER)
+    assert_same_tensors(tmp_path / "a", tmp_path / "b")
+
+
+def test_pull_leads_to_the_best_value_of_one_weight() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(40, 6, generator=generator).double()
+    off = torch.randn(3, 6, generator=generator).double()
+    pull = _pull(off, x.T @ x, 0.0)
+    for column in range(6):
+        alone = off.clone()
+        alone[:, column] -= pull[:, column]
+        expected = torch.zeros(3, dtype=torch.float64)
+        assert_close((alone @ x.T @ x)[:, column], expected, rtol=0, atol=1e-9)
 
 
 def test_tuning_lowers_the_error(source: Path, tmp_path: Path) -> None:

@@ -3,9 +3,10 @@
     code  = round(clip(target / s + zero_point + v))        v: one offset per weight
     value = (code - zero_point) s,   s = stored(scale c)     c: one factor per scale
 
-`target` is the original weight, drawn into the cell of the code that the weight has at the start.
-So v = 0 and c = 1 give the start, and of two weights with one code, the one whose original value
-is closer to the next code gets there first.
+`target` is the value that would be best for the weight while all others stay, q_j + (H e)_j / H_jj,
+drawn into the cell of the code that the weight has at the start. So v = 0 and c = 1 give the start,
+and the weights that move first are those whose other code costs least. The original weight says
+nothing of the kind: GPTQ has moved its neighbours to make up for it.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from steelyard.kernels.rounding import quantized_range, round_to_type
 __all__ = ["TunedWeight"]
 
 _LEAST, _MOST = 0.5, 1.5  # factors of scales
-_INSIDE = 0.5  # share of the way to the edge of a cell
+_INSIDE = 0.99  # share of the way to the edge of a cell
 
 
 class TunedWeight:
     """Offsets and factors of the weight of a quantized module.
 
-    original: (out, in), the weight before it was quantized
-    scales:   whether to tune scales, where each row has scales of its own
+    wanted: (out, in), the value that would be best for each weight while all others stay
+    scales: whether to tune scales, where each row has scales of its own
     """
 
-    def __init__(self, module: Module, original: torch.Tensor, scales: bool) -> None:
+    def __init__(self, module: Module, wanted: torch.Tensor, scales: bool) -> None:
         solved: Any = module
         self.args: QuantizationArgs = solved.quantization_scheme.weights
         self.start: tuple[torch.Tensor, torch.Tensor] = (
@@ -48,13 +49,13 @@ class TunedWeight:
         self._apart = None if self._together is None else torch.argsort(self._together)
         self._scale = self.start[1].float()
         self._scale_dtype = scale_dtype_of(self.args, self.start[1].dtype)
-        self._target = self._drawn(_columns(original, self._together).float())
+        self._target = self._drawn(_columns(wanted, self._together).float())
         self.offset = torch.zeros_like(self._target, requires_grad=True)
         moves = scales and self._grid(self.start[1]).movable
         self.factor = torch.ones_like(self._scale, requires_grad=True) if moves else None
 
     def _drawn(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return the target of rounding: the weight, drawn into the cells of the start's codes."""
+        """Return the target of rounding: a weight, drawn into the cells of the start's codes."""
         shape = weight.shape[0], weight.shape[1]
         scale = self._scale if self._divisor is None else self._scale / self._divisor
         wide = spread(scale, self.args, shape)
@@ -66,7 +67,7 @@ class TunedWeight:
         # small floats have cells whose two sides differ at powers of two
         outward = torch.where(off * codes >= 0, 1.01, 0.99)
         half = code_step(codes * outward, self.args) * (0.5 * _INSIDE)
-        places = codes + torch.minimum(torch.maximum(off * _INSIDE, -half), half)
+        places = codes + torch.minimum(torch.maximum(off, -half), half)
         return (places - zeros) * wide
 
     def values(self) -> torch.Tensor:
