@@ -20,21 +20,22 @@ def speed_table(found: dict) -> str:
         f"{found['versions']['instruction_set']}; weights {found['rows']} x 4096. Milliseconds of "
         "CPU on one thread.",
         "",
-        "| case | peer, bf16 | ours | ns per weight | faster | wanted | reads | fp32 faster "
-        "| 2 threads over 1 |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| case | peer, bf16 | ours | ns per weight | faster | wanted "
+        f"| {found['rows'] // 4:,} rows: faster | reads | fp32 faster | 2 threads over 1 |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for case, runs in by_case.items():
         r = runs["bf16", 1]
         wanted = f"{r['wanted']:g}x" if r["wanted"] else ""
         reads = f"{r['to_floor']:.1f}" if r["to_floor"] else ""
         each = f"{r['ns_per_weight']:.2f}" if r.get("ns_per_weight") else ""
+        few = f"{r['quarter']:.1f}x" if r.get("quarter") else ""
         wide = f"{runs['fp32', 1]['ratio']:.1f}x" if ("fp32", 1) in runs else ""
         two = f"{r['wall'] / runs['bf16', 2]['wall']:.2f}x" if ("bf16", 2) in runs else ""
         lines.append(
             f"| {case} | {1000 * r['peer_cpu']:.1f} | {1000 * r['cpu']:.2f} | {each} "
             f"| {r['ratio']:.1f}x "
-            f"| {wanted} | {reads} | {wide} | {two} |"
+            f"| {wanted} | {few} | {reads} | {wide} | {two} |"
         )
     lines += ["", "| search | extra memory, of the tensor | its result alone |", "|---|---|---|"]
     for r in found["memory"]:

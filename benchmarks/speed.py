@@ -4,7 +4,10 @@ Each case runs the peer and Steelyard alternately, on the same tensor, and keeps
 several times. Times are CPU seconds (and wall seconds); on a shared machine the former say more.
 
     python benchmarks/speed.py [--rows 4096] [--threads 1,2] [--dtypes bf16,fp32] [--json FILE]
-    python benchmarks/speed.py --only optimal "norm 2.4"  # cases by a part of their name; no file
+    python benchmarks/speed.py --only optimal "norm 2.4"  # cases by a part of their name
+
+With `--only`, rows of other cases stay in the file. In bf16 on one thread, cases are measured on
+the first quarter of the rows as well.
 """
 
 from __future__ import annotations
@@ -51,6 +54,7 @@ class Result:
     to_floor: float | None = None
     wanted: float | None = None
     ns_per_weight: float | None = None
+    quarter: float | None = None  # the ratio for a quarter of the rows
 
     @property
     def ratio(self) -> float:
@@ -127,15 +131,24 @@ def cases(x: torch.Tensor, dtype: str) -> list[tuple[str, Callable, Callable, fl
     both("MSE NVFP4", "NVFP4A16", "memoryless_mse", 80)
     both("MSE MXFP4", "MXFP4A16", "memoryless_mse", 80)
     found.append(importance_case(x))
-    args = weight_args("W4A16")
-    found.append(
-        (
-            "optimal int4 group 128, norm 2, beside the peer's 20-step MSE",
-            lambda: observe(PeerObserver, "memoryless_mse", args, x),
-            lambda: observe(Observer, "optimal", args, x, norm=2.0),
-            5,
+    both_signs = {"negative_scales": True}
+    for case, scheme, wanted, options in [
+        ("optimal int4 group 128, norm 2", "W4A16", 5, {"norm": 2.0}),
+        ("optimal int4 group 128, norm 2, both signs", "W4A16", 5, {"norm": 2.0, **both_signs}),
+        ("optimal int4 group 128, norm 3", "W4A16", 5, {}),
+        ("optimal int4 group 128, norm 3, both signs", "W4A16", 5, both_signs),
+        ("optimal NVFP4, norm 3", "NVFP4A16", None, {}),
+        ("optimal MXFP4, norm 3", "MXFP4A16", None, {}),
+    ]:
+        weights = weight_args(scheme)
+        found.append(
+            (
+                f"{case}, beside the peer's 20-step MSE",
+                lambda a=weights: observe(PeerObserver, "memoryless_mse", a, x),
+                lambda a=weights, o=options: observe(Observer, "optimal", a, x, **o),
+                wanted,
+            )
         )
-    )
     found.append(pack_case(x))
     found.append(expanded_case(x))
     return found
@@ -275,13 +288,19 @@ def main() -> None:
             x = (torch.randn(options.rows, 4096) * 0.02).to(DTYPES[dtype])
             read = lambda x=x: x.view(torch.int64).sum()  # noqa: E731
             floor = min(clock(read)[1] for _ in range(20))
-            for case, peer, ours, wanted in cases(x, dtype):
+            small = x[: options.rows // 4]
+            for (case, peer, ours, wanted), few in zip(
+                cases(x, dtype), cases(small, dtype), strict=True
+            ):
                 if options.only and not any(part in case for part in options.only):
                     continue
                 (peer_cpu, peer_wall), (cpu, wall) = alternate(peer, ours)
                 floor = min(floor, *(clock(read)[1] for _ in range(5)))
                 measured = (peer_cpu, peer_wall, cpu, wall, wall / floor, wanted)
                 result = Result(case, dtype, threads, *measured, 1e9 * cpu / x.numel())
+                if dtype == "bf16" and threads == 1:
+                    (few_peer, _), (few_ours, _) = alternate(few[1], few[2])
+                    result.quarter = few_peer / few_ours
                 results.append(result)
                 print(
                     f"{case:<60} {dtype} {threads} thr  peer {peer_cpu:8.4f} s  ours {cpu:8.4f} s"
@@ -291,15 +310,22 @@ def main() -> None:
                 )
         if not options.only:
             results += activation_results(threads)
-    if options.only:
-        return
-    memory = memory_results(options.rows)
     options.json.parent.mkdir(exist_ok=True)
     rows = [{**asdict(r), "ratio": r.ratio} for r in results]
-    if options.json.exists():  # rows of other types and thread counts stay
+    before = json.loads(options.json.read_text()) if options.json.exists() else {}
+    if options.only:  # all else stays
+        environment, memory = before, before["memory"]
+        measured = {(r["case"], r["dtype"], r["threads"]): r for r in rows}
+        kept = [(r["case"], r["dtype"], r["threads"]) for r in before["results"]]
+        rows = [measured.pop(key, r) for key, r in zip(kept, before["results"], strict=True)]
+        rows += measured.values()
+    elif before:  # rows of other types and thread counts stay
+        memory = memory_results(options.rows)
         measured = {(r["dtype"], r["threads"]) for r in rows}
-        before = json.loads(options.json.read_text())["results"]
-        rows = [r for r in before if (r["dtype"], r["threads"]) not in measured] + rows
+        kept = [r for r in before["results"] if (r["dtype"], r["threads"]) not in measured]
+        rows = kept + rows
+    else:
+        memory = memory_results(options.rows)
     outcome = {
         **environment,
         "results": rows,

@@ -7,7 +7,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch.testing import assert_close
 
-from steelyard.kernels.bin_counts import BINS, add_values
+from steelyard.kernels.bin_counts import BINS, add_counts, add_values
 from steelyard.kernels.range import range_of
 from steelyard.kernels.range_costs import divergences, errors_of
 
@@ -31,6 +31,26 @@ def test_counts(isa: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
             add_values(before, observed, seen, 1, b) for b in ("compiled", "reference")
         )
         assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("backend", ["compiled", "reference"])
+@pytest.mark.parametrize("shape", [(300, 1, 70), (40, 1, 3000), (9, 3, 128)], ids=str)
+def test_counts_of_some_observations(isa: str, shape: tuple[int, ...], backend: str) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(3))
+    rows = torch.tensor([len(x) - 1, 0, 5, 7, 5])
+    for observed in (x, x.transpose(0, -1).contiguous().transpose(0, -1)):
+        got, expected = (torch.zeros(shape[1], 1 + BINS, dtype=torch.int64) for _ in range(2))
+        got[:, 0] = expected[:, 0] = -7  # bins of 2^-7, for values up to 8
+        add_counts(observed, got, 1, backend, rows)
+        add_counts(observed[rows].contiguous(), expected, 1, "reference")
+        assert torch.equal(got, expected)
+
+
+def test_observations_must_exist(isa: str) -> None:
+    histogram = torch.zeros(1, 1 + BINS, dtype=torch.int64)
+    for row in (-1, 3):
+        with pytest.raises(ValueError, match="rows must be numbers of observations"):
+            add_counts(torch.zeros(3, 1, 8), histogram, 1, "compiled", torch.tensor([row]))
 
 
 def test_threads_change_nothing(isa: str) -> None:

@@ -53,12 +53,21 @@ def add_values(
 
 
 def add_counts(
-    observed: torch.Tensor, histogram: torch.Tensor, group_dims: int = 1, backend: str | None = None
+    observed: torch.Tensor,
+    histogram: torch.Tensor,
+    group_dims: int = 1,
+    backend: str | None = None,
+    rows: torch.Tensor | None = None,
 ) -> None:
-    """Count values in place, in bins that hold all of them."""
+    """Count values in place, in bins that hold all of them.
+
+    rows: (count,) int64, the observations to count; all if None
+    """
     if use_compiled(observed, backend):
-        compiled.add_counts(observed, histogram, group_dims)
-    elif use_triton(observed, backend):
+        compiled.add_counts(observed, histogram, group_dims, rows)
+        return
+    observed = observed if rows is None else observed[rows]
+    if use_triton(observed, backend):
         from steelyard.kernels import triton_histogram
 
         triton_histogram.add_counts(observed, histogram, group_dims)

@@ -182,10 +182,15 @@ def sum_of_squares(x: torch.Tensor) -> torch.Tensor:
     return sums
 
 
-def add_counts(observed: torch.Tensor, histogram: torch.Tensor, group_dims: int = 1) -> None:
+def add_counts(
+    observed: torch.Tensor,
+    histogram: torch.Tensor,
+    group_dims: int = 1,
+    rows: torch.Tensor | None = None,
+) -> None:
     """Add to a histogram in place; `kernels.bin_counts` defines it."""
     values = five_dimensions(observed, group_dims)
-    native().histogram(values, histogram, instruction_set(), threads(observed))
+    native().histogram(values, rows, histogram, instruction_set(), threads(observed))
 
 
 def pack(

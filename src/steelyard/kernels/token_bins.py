@@ -16,7 +16,7 @@ import torch
 from steelyard.kernels.bin_counts import BINS, SMALLEST_EXPONENT, add_counts
 from steelyard.kernels.range import range_of
 
-__all__ = ["KEYS", "add_tokens", "joined_tables", "width_exponents"]
+__all__ = ["KEYS", "add_tokens", "joined_tables", "token_ranges", "width_exponents"]
 
 KEYS = 2  # columns before the counts
 _BITS = (BINS // 2).bit_length() - 1
@@ -32,17 +32,18 @@ def add_tokens(
     table: torch.Tensor | None,
     observed: torch.Tensor,
     group_dims: int = 1,
+    ranges: tuple[torch.Tensor, torch.Tensor] | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
     """Return a new table of the tokens of `table` and of `observed`.
 
     observed: (num_observations, *qparam_shape, group_size), all finite; one observation of one
               parameter is a token
+    ranges:   `token_ranges(observed)`, if it is known
     """
-    values = observed.flatten(-group_dims)
-    values = values.reshape(len(values), -1, values.shape[-1])  # (tokens, parameters, group_size)
-    low, high = range_of(values.reshape(1, -1, values.shape[-1]))
-    classes = _classes(torch.maximum(-low, high)).reshape(values.shape[:2])
+    values = _by_token(observed, group_dims)
+    low, high = token_ranges(observed, group_dims) if ranges is None else ranges
+    classes = _classes(torch.maximum(-low, high))
     parts = [] if table is None else [table]
     for number in torch.unique(classes).tolist():
         chosen = classes == number  # (tokens, parameters)
@@ -50,10 +51,24 @@ def add_tokens(
             parts.append(_counted(values[:, chosen[0]], chosen[0].nonzero(), number, backend))
             continue
         for parameter in chosen.any(0).nonzero().flatten().tolist():
-            some = values[chosen[:, parameter], parameter].unsqueeze(1)
+            tokens = chosen[:, parameter].nonzero().flatten()
             place = torch.tensor([[parameter]], device=values.device)
-            parts.append(_counted(some, place, number, backend))
+            one = values[:, parameter : parameter + 1]
+            parts.append(_counted(one, place, number, backend, tokens))
     return _summed(torch.cat(parts))
+
+
+def token_ranges(observed: torch.Tensor, group_dims: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return minimum and maximum of each token, (tokens, parameters) each."""
+    values = _by_token(observed, group_dims)
+    low, high = range_of(values.reshape(1, -1, values.shape[-1]))
+    return low.reshape(values.shape[:2]), high.reshape(values.shape[:2])
+
+
+def _by_token(observed: torch.Tensor, group_dims: int) -> torch.Tensor:
+    """Return a view or a copy of shape (tokens, parameters, group_size)."""
+    values = observed.flatten(-group_dims)
+    return values.reshape(len(values), -1, values.shape[-1])
 
 
 def joined_tables(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
@@ -68,16 +83,21 @@ def _classes(peak: torch.Tensor) -> torch.Tensor:
 
 
 def _counted(
-    values: torch.Tensor, parameters: torch.Tensor, number: int, backend: str | None
+    values: torch.Tensor,
+    parameters: torch.Tensor,
+    number: int,
+    backend: str | None,
+    tokens: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the rows of tokens of one class.
 
     values:     (tokens, parameters, group_size)
     parameters: (parameters, 1) int64
+    tokens:     (count,) int64, the tokens to count; all if None
     """
     histogram = torch.zeros(len(parameters), 1 + BINS, dtype=torch.int64, device=values.device)
     histogram[:, 0] = number + 1 - _BITS
-    add_counts(values, histogram, 1, backend)
+    add_counts(values, histogram, 1, backend, tokens)
     histogram[:, 0] = number
     return torch.cat([parameters, histogram], 1)
 

@@ -216,11 +216,15 @@ class Observer(
         """
         if self._checked is not None and self._checked[0] is observed:
             return self._checked[1]
-        low, high = range_of(observed, self.group_dims(observed))
+        low, high = self.extremes(observed)
         if not bool(torch.isfinite(low.amin()) & torch.isfinite(high.amax())):
             value = observed if source is None else source
             raise NonFiniteError(describe_non_finite(value, self.label))
         return low, high
+
+    def extremes(self, observed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return minimum and maximum per parameter; a subclass may keep more than that."""
+        return range_of(observed, self.group_dims(observed))
 
     def group_dims(self, observed: torch.Tensor) -> int:
         """Return how many trailing dimensions a group has: 2 for blocks that were not flattened."""

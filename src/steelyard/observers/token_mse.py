@@ -24,7 +24,7 @@ from steelyard.kernels.bin_counts import BINS
 from steelyard.kernels.qparams import qparams_from_range
 from steelyard.kernels.range_costs import errors_of
 from steelyard.kernels.rounding import quantized_range
-from steelyard.kernels.token_bins import KEYS, add_tokens, width_exponents
+from steelyard.kernels.token_bins import KEYS, add_tokens, token_ranges, width_exponents
 from steelyard.observers.base import Observer, reads_blocks
 from steelyard.observers.combine import TOKEN_TABLE
 from steelyard.observers.histogram_base import check_count
@@ -73,6 +73,14 @@ class TokenMSEObserver(Observer):
     token_table: torch.Tensor
     _chosen: tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]] | None = None
     """A table, and the range that was chosen for it."""
+    _ranges: tuple[torch.Tensor, torch.Tensor] | None = None
+    """The range of each token of the value that is being observed."""
+
+    def extremes(self, observed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        dims = self.group_dims(observed)
+        low, high = self._ranges = token_ranges(observed, dims)
+        shape = observed.shape[1:-dims]
+        return low.amin(0).reshape(shape), high.amax(0).reshape(shape)
 
     @reads_blocks
     def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
@@ -80,7 +88,8 @@ class TokenMSEObserver(Observer):
         check_count(self.label, low.numel())
         started = self.has_statistics
         before = self.token_table if started else None
-        self.token_table = add_tokens(before, observed, self.group_dims(observed))
+        ranges, self._ranges = self._ranges, None
+        self.token_table = add_tokens(before, observed, self.group_dims(observed), ranges)
         self.min_vals = torch.minimum(self.min_vals, low) if started else low
         self.max_vals = torch.maximum(self.max_vals, high) if started else high
 

@@ -205,7 +205,7 @@ struct Table {
     void (*squared_lengths)(const LengthsProblem&, int threads);
     void (*refine)(const RefineProblem&, int threads);
     void (*products)(const ProductProblem&);  // null: none
-    void (*histogram)(const View&, int64_t* histogram, int threads);
+    void (*histogram)(const View&, const int64_t* rows, int64_t count, int64_t* histogram, int threads);
     void (*range_costs)(const RangeCosts&, int threads);
 };
 

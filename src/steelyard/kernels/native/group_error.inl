@@ -1,45 +1,4 @@
-// The scales that a type can store, and the error of one group at any of them.
-
-struct Codes {  // the scales that a type can store, in order
-    ScaleType type;
-    int first, last;
-    double halves_above;  // from here on, half of a code is a code
-
-    explicit Codes(ScaleType t) : type(t) {
-        switch (t) {
-            case ScaleType::f32:  // too many to list: bf16's, and the best is refined
-            case ScaleType::bf16: first = 1; last = 0x7f7f; halves_above = 0x1p-125; break;
-            case ScaleType::f16: first = 1; last = 0x7bff; halves_above = 0x1p-13; break;
-            case ScaleType::e4m3: first = 1; last = 0x7e; halves_above = 0x1p-5; break;
-            case ScaleType::e8m0: first = 0; last = 254; halves_above = 0x1p-126; break;
-        }
-    }
-
-    float value(int code) const {
-        switch (type) {
-            case ScaleType::f32:
-            case ScaleType::bf16: return from_bits(uint32_t(code) << 16);
-            case ScaleType::f16: return widen(half_t{uint16_t(code)});
-            case ScaleType::e4m3: {
-                const int exponent = code >> 3, mantissa = code & 7;
-                return exponent == 0 ? mantissa * 0x1p-9f
-                                     : (8 + mantissa) * from_bits(uint32_t(exponent + 117) << 23);
-            }
-            case ScaleType::e8m0: return power_of_two(code);
-        }
-        return 0;
-    }
-
-    int at_or_above(double value_wanted) const {  // `last` where no code is
-        int low = first, high = last;
-        while (low < high) {
-            const int middle = low + (high - low) / 2;
-            if (value(middle) >= value_wanted) high = middle;
-            else low = middle + 1;
-        }
-        return low;
-    }
-};
+// The error of one group at any scale.
 
 // The code of y, a value over the scale (and the zero point added), as a number.
 static inline vf code_of(vf y, const Rounding& r) {
@@ -93,8 +52,11 @@ static void clip_powers(const float* x, const float* w, int64_t n, float inverse
         const vf y = load(x + i) * inverse;
         const vf under = vmax(low - y, zero), over = vmax(y - high, zero);
         // the power of zero is not quite zero
-        vf e = under > zero ? raise<NORM>(under, power) : zero;
-        vf f = over > zero ? raise<NORM>(over, power) : zero;
+        vf e = raise<NORM>(under, power), f = raise<NORM>(over, power);
+        if constexpr (NORM == 0) {
+            e = under > zero ? e : zero;
+            f = over > zero ? f : zero;
+        }
         if constexpr (WEIGHTED) {
             e *= load(w + i);
             f *= load(w + i);
@@ -200,7 +162,8 @@ struct Errors {
     // square are relative to the group's largest magnitude, so that they neither overflow nor vanish.
     double raised(double scale) const {
         if (squared) return scale * scale;
-        return std::pow(std::abs(scale) / (absmax * unit()), double(p.norm));
+        const double relative = std::abs(scale) / (absmax * unit());
+        return p.norm == 3.0f ? relative * relative * relative : std::pow(relative, double(p.norm));
     }
 
     // Adds up body(tile, sums) over all tiles of the group; sums is three doubles.
@@ -318,12 +281,16 @@ struct Errors {
         *low = std::min(p.min_vals[g], 0.0f) * unit();
         *high = std::max(p.max_vals[g], 0.0f) * unit();
         if (p.weights == nullptr || tiled()) return;
+        vf least = {}, most = {};
+        for (int64_t i = 0; i < whole.padded; i += LANES) {
+            const vf v = load(whole.w.data() + i) > 0.0f ? load(whole.x.data() + i) : vf{};
+            least = vmin(least, v);
+            most = vmax(most, v);
+        }
         *low = *high = 0;
-        for (int64_t i = 0; i < whole.padded; ++i) {
-            if (whole.w[i] > 0) {
-                *low = std::min(*low, whole.x[i]);
-                *high = std::max(*high, whole.x[i]);
-            }
+        for (int lane = 0; lane < LANES; ++lane) {
+            *low = std::min(*low, least[lane]);
+            *high = std::max(*high, most[lane]);
         }
     }
 };

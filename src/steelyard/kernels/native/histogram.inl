@@ -29,8 +29,9 @@ static void bins_of(const float* x, int64_t n, float inverse, int32_t* bins) {
     }
 }
 
-// Adds elements [begin, end) of group g to `to`.
-static void count_part(const View& v, int64_t g, int64_t begin, int64_t end, float inverse, int64_t* to) {
+// Adds elements [begin, end) of group g to `to`; with rows, those of the observations listed there.
+static void count_part(const View& v, const int64_t* rows, int64_t g, int64_t begin, int64_t end,
+                       float inverse, int64_t* to) {
     constexpr int64_t STEP = 1024;
     float x[STEP];
     int32_t bins[STEP];
@@ -38,9 +39,16 @@ static void count_part(const View& v, int64_t g, int64_t begin, int64_t end, flo
     CountTables tables;
     if (!few) tables.clear();
     int64_t held = 0;
-    for (int64_t i = begin; i < end; i += STEP) {
-        const int64_t n = std::min(STEP, end - i);
-        gather(v, g, i, i + n, x);
+    const int64_t width = v.group_size() / v.size[0];
+    int64_t n = 0;
+    for (int64_t i = begin; i < end; i += n) {
+        n = std::min(STEP, end - i);
+        int64_t from = i;
+        if (rows != nullptr) {
+            n = std::min(n, width - i % width);
+            from = rows[i / width] * width + i % width;
+        }
+        gather(v, g, from, from + n, x);
         bins_of(x, n, inverse, bins);
         if (few) {
             for (int64_t j = 0; j < n; ++j) ++to[bins[j]];
@@ -62,21 +70,24 @@ static void count_part(const View& v, int64_t g, int64_t begin, int64_t end, flo
 }
 
 // histogram: per group, the exponent of the bins' width and BINS counts, which are added to.
-static void histogram(const View& view, int64_t* histogram, int threads) {
-    const View v = merged(view);
-    const int64_t groups = v.groups(), size = v.group_size();
+// rows: the observations to count, or null for all.
+static void histogram(const View& view, const int64_t* rows, int64_t count, int64_t* histogram,
+                      int threads) {
+    const View v = rows != nullptr ? view : merged(view);
+    const int64_t groups = v.groups();
+    const int64_t size = rows != nullptr ? count * (v.group_size() / v.size[0]) : v.group_size();
     auto inverse = [&](int64_t g) { return float(std::ldexp(1.0, int(-histogram[g * (1 + BINS)]))); };
     auto counts = [&](int64_t g) { return histogram + g * (1 + BINS) + 1; };
     if (groups > 1) {
         parallel_for(groups, std::max<int64_t>(1, (1 << 16) / size), threads, [&](int64_t begin, int64_t end) {
-            for (int64_t g = begin; g < end; ++g) count_part(v, g, 0, size, inverse(g), counts(g));
+            for (int64_t g = begin; g < end; ++g) count_part(v, rows, g, 0, size, inverse(g), counts(g));
         });
         return;
     }
     std::mutex adding;
     parallel_for(size, 1 << 18, threads, [&](int64_t begin, int64_t end) {
         std::vector<int64_t> part(BINS);
-        count_part(v, 0, begin, end, inverse(0), part.data());
+        count_part(v, rows, 0, begin, end, inverse(0), part.data());
         const std::lock_guard<std::mutex> lock(adding);
         for (int b = 0; b < BINS; ++b) counts(0)[b] += part[b];
     });

@@ -41,9 +41,13 @@ namespace {
 
 #include "search.inl"
 
+#include "codes.inl"
+
 #include "group_error.inl"
 
-#include "sweep.inl"
+#include "lane_sums.inl"
+
+#include "scale_bounds.inl"
 
 #include "optimal.inl"
 

@@ -17,8 +17,14 @@ namespace steelyard {
 
 namespace {
 
-void histogram(const Tensor& values, Counts counts, const std::string& isa, int threads) {
+void histogram(const Tensor& values, std::optional<Indices> rows, Counts counts, const std::string& isa,
+               int threads) {
     const View view = view_of(values);
+    for (size_t i = 0; rows && i < rows->size(); ++i) {
+        if (rows->data()[i] < 0 || rows->data()[i] >= view.size[0]) {
+            throw std::invalid_argument("rows must be numbers of observations");
+        }
+    }
     require_size(counts, view.groups() * (1 + BINS), "counts");
     for (int64_t g = 0; g < view.groups(); ++g) {
         const int64_t exponent = counts.data()[g * (1 + BINS)];
@@ -28,7 +34,8 @@ void histogram(const Tensor& values, Counts counts, const std::string& isa, int 
     }
     const Table& table = require_table(isa);
     nb::gil_scoped_release release;
-    table.histogram(view, counts.data(), threads);
+    table.histogram(view, rows ? rows->data() : nullptr, rows ? int64_t(rows->size()) : 0, counts.data(),
+                    threads);
 }
 
 void range_costs(Indices counts, const Format& format, ConstDoubles unit, ConstDoubles zero_point,
@@ -67,7 +74,7 @@ void range_costs(Indices counts, const Format& format, ConstDoubles unit, ConstD
 }  // namespace
 
 void bind_histogram(nb::module_& m) {
-    m.def("histogram", &histogram, nb::arg("values"), nb::arg("counts"), nb::arg("isa"),
+    m.def("histogram", &histogram, nb::arg("values"), nb::arg("rows").none(), nb::arg("counts"), nb::arg("isa"),
           nb::arg("threads"));
     m.def("range_costs", &range_costs, nb::arg("counts"), nb::arg("format"), nb::arg("unit"),
           nb::arg("zero_point"), nb::arg("first").none(), nb::arg("last").none(), nb::arg("norm"), nb::arg("costs"),

@@ -15,7 +15,7 @@
 //     skipped. It pays where the values have few codes and the scales many: otherwise that is less
 //     than the distance of two scales.
 // An asymmetric integer has a grid per zero point; the first two facts are used for each of them.
-// A symmetric integer of few codes needs none of the passes over the group: sweep.inl.
+// For a symmetric integer of few codes, a closer bound excludes most scales at once: scale_bounds.inl.
 //
 // Sums of fp32 cannot decide between scales that are nearly as good, and some are exactly as good:
 // s and -s if the group reaches equally far to both sides, or a power of two and its half. Such pairs
@@ -28,8 +28,6 @@ struct Best {
     double precise = -1;  // the error in fp64, once it was needed
 };
 
-static constexpr int MOST_SWEPT = 1 << 14;  // scales
-
 class OptimalSearch {
   public:
     OptimalSearch(const OptimalProblem& problem, int threads)
@@ -40,9 +38,8 @@ class OptimalSearch {
           near(1e-5 * problem.norm),
           by_one(codes.type == ScaleType::e8m0 || codes.type == ScaleType::e4m3),
           skips(!by_one && f.qmax - f.qmin < 64),
-          sweeps(skips && f.is_int && f.symmetric && !f.has_global && (p.norm == 2.0f || p.norm == 3.0f)),
-          squares(codes),
-          cubes(codes) {
+          bounded(skips && f.is_int && f.symmetric && !f.has_global && (p.norm == 2 || p.norm == 3)),
+          bounds(codes, errors.rounding, p.weights != nullptr, p.norm == 3.0f) {
         // a code over the global scale must stay finite
         if (f.has_global) {
             const double largest = 3.4028234e38 * f.global_scale;
@@ -59,7 +56,7 @@ class OptimalSearch {
             const Candidate c = range_candidate();
             best.stored = c.stored;
             best.zero_point = c.zero_point;
-        } else if (sweeps && (errors.squared ? sweep(squares, low, high) : sweep(cubes, low, high))) {
+        } else if (bounded && by_bounds(low, high)) {
             // done
         } else if (f.symmetric) {
             symmetric(low, high, 1);
@@ -79,10 +76,11 @@ class OptimalSearch {
     const double near;  // relative; fp32 cannot tell errors apart that are as close
     const bool by_one;  // scales are so few that each is a step
     const bool skips;
-    const bool sweeps;
-    Sweep<2> squares;
-    Sweep<3> cubes;
-    double magnitude = 0;  // |x|
+    const bool bounded;
+    ScaleBounds bounds;
+    std::vector<ScaleRange> intervals;  // of codes to try
+    int starts[2];                      // the first code to try, of scales below and above zero
+    double magnitude = 0;               // |x|
     Best best;
 
     // the scale that reconstructs the gathered values when `stored` is in the file
@@ -158,56 +156,59 @@ class OptimalSearch {
         if (codes.type == ScaleType::f32) refine(sign);
     }
 
-    struct Interval {  // of codes to try: from `low` to before `end`, `start` first
-        int sign, low, start, end;
-    };
-
-    // Tries the codes that have the least error of all, in the same order as `symmetric`; returns false
-    // where the errors cannot be summed up.
-    template <int NORM>
-    bool sweep(Sweep<NORM>& sums, float low, float high) {
+    // Tries the codes that can have the least error of all, in the same order as `symmetric`; returns
+    // false where their errors cannot be bounded.
+    bool by_bounds(float low, float high) {
         if (errors.tiled() || errors.unit() != 1.0) return false;
-        Interval intervals[2];
-        const int signs = p.negative ? 2 : 1;
         double bound = NO_LIMIT;  // not below the least error
-        for (int i = 0; i < signs; ++i) {
-            const int sign = i == 0 ? 1 : -1;
-            const double up = i == 0 ? high : -low, down = i == 0 ? low : -high;
+        intervals.clear();
+        for (int sign : {1, -1}) {
+            if (sign < 0 && !p.negative) break;
+            const double up = sign > 0 ? high : -low, down = sign > 0 ? low : -high;
             const double unclipped = std::max(up / f.qmax, down / f.qmin);
             const int start = codes.at_or_above(unclipped);
             const int end = std::min(end_of_codes(unclipped), codes.last + 1);
-            intervals[i] = {sign, start, start, std::max(end, start + 1)};
-            for (double part : {1.0, 0.9, 0.8}) {
-                const double scale = codes.value(codes.at_or_above(part * codes.value(start)));
-                bound = std::min(bound, errors.error(sign * scale, 0.0f, bound));
-            }
+            starts[sign > 0] = start;
+            intervals.push_back({sign, start, std::max(end - 1, start)});
+            if (sign > 0) bound = errors.error(codes.value(codes.at_or_above(0.9 * unclipped)), 0.0f, bound);
         }
         if (bound == 0) return false;
-        int first = codes.last, end = 0;
-        for (int i = 0; i < signs; ++i) {
-            intervals[i].low = first_unexcluded(intervals[i].start, intervals[i].sign, bound * (1 + near));
-            first = std::min(first, intervals[i].low);
-            end = std::max(end, intervals[i].end);
+        for (ScaleRange& each : intervals) {
+            each.first = first_unexcluded(each.first, each.sign, bound * (1 + near));
         }
-        if (codes.type == ScaleType::f16 && first < 0x400) return false;  // subnormal
-        if (end - first > MOST_SWEPT) return false;
-        sums.begin(errors.whole, p.weights != nullptr, errors.rounding, first, end - 1);
-        for (int i = 0; i < signs; ++i) try_least(sums, intervals[i]);
+        if (codes.type != ScaleType::f32) return try_contenders(intervals, bound);
+        for (const ScaleRange& each : intervals) {  // of either sign, the best is refined
+            if (!try_contenders({each}, NO_LIMIT)) return false;
+            refine(each.sign);
+        }
         return true;
     }
 
-    template <int NORM>
-    void try_least(Sweep<NORM>& sums, const Interval& in) {
-        double limit = sums.finish(in.sign, in.low, in.end - 1);
-        if (best.error < NO_LIMIT) limit = std::min(limit, best.error / errors.raised(1.0));
-        limit = limit * (1 + near) + 1e-12 * sums.size;
-        for (int code = in.start; code >= in.low && best.error > 0; --code) {
-            if (sums.error(code) <= limit) try_scale(codes.value(code), 0.0f, in.sign);
+    // Tries the codes of intervals that can have the least error, of which some have at most `bound`.
+    bool try_contenders(const std::vector<ScaleRange>& in, double bound) {
+        if (bound < NO_LIMIT) bound /= errors.raised(1.0);
+        bounds.search(errors.whole, errors.absmax, in, bound);
+        std::vector<Contender>& all = bounds.contenders;
+        if (all.empty()) return false;
+        double least = NO_LIMIT;
+        for (const Contender& each : all) least = std::min(least, each.error);
+        const double limit = least * (1 + near) + 1e-9 * bounds.size;
+        const auto worse = [&](const Contender& each) { return each.error > limit; };
+        all.erase(std::remove_if(all.begin(), all.end(), worse), all.end());
+        for (const ScaleRange& each : in) {
+            const int start = starts[each.sign > 0];
+            for (auto it = all.rbegin(); it != all.rend(); ++it) {
+                if (it->sign == each.sign && it->code <= start) retry(*it);
+            }
+            for (const Contender& it : all) {
+                if (it.sign == each.sign && it.code > start) retry(it);
+            }
         }
-        for (int code = in.start + 1; code < in.end && best.error > 0; ++code) {
-            if (sums.error(code) <= limit) try_scale(codes.value(code), 0.0f, in.sign);
-        }
-        if (codes.type == ScaleType::f32) refine(in.sign);
+        return true;
+    }
+
+    void retry(const Contender& each) {
+        if (best.error > 0) try_scale(codes.value(each.code), 0.0f, each.sign);
     }
 
     // A code below which clipping alone costs more than `bound`; never above `start`.
@@ -222,7 +223,7 @@ class OptimalSearch {
             high = low;
             low = codes.at_or_above(codes.value(low) / 2);
         } while (low < high && !excluded(low));
-        for (int round = 0; round < 4 && high - low > 4; ++round) {
+        for (int round = 0; round < 2 && high - low > 4; ++round) {
             const int middle = low + (high - low) / 2;
             (excluded(middle) ? low : high) = middle;
         }
@@ -289,7 +290,7 @@ static void optimal(const OptimalProblem& problem, int threads) {
         for (int64_t g = 0; g < p.values.groups(); ++g) search.run(g);
         return;
     }
-    parallel_for(p.values.groups(), std::max<int64_t>(1, (1 << 14) / size), threads,
+    parallel_for(p.values.groups(), std::max<int64_t>(1, (1 << 16) / size), threads,
                  [&](int64_t begin, int64_t end) {
                      OptimalSearch search(p, 1);
                      for (int64_t g = begin; g < end; ++g) search.run(g);

@@ -36,8 +36,12 @@ static inline float sum(vf a) {
 
 // Nearest integer, ties to even, for |a| < 2^22.
 static inline vf round_int(vf a) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_roundscale_ps((__m512)a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
     const float magic = 12582912.0f;  // 1.5 * 2^23
     return (a + magic) - magic;
+#endif
 }
 
 // Nearest number with `mantissa` bits, subnormal below 2^min_exponent, ties to even. The magic
