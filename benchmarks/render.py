@@ -381,8 +381,10 @@ def transforms_table(found: dict) -> str:
     for name, row in found["results"].items():
         scheme, _, step = name.partition(": ")
         kl = texts[name]
-        ours = texts.get(f"{scheme}: {'GPTQ' if 'GPTQ' in step else 'no transform'}", {})
-        more = _above(ours.get("samples"), kl.get("samples")) if ours is not kl else ""
+        plain = f"{scheme}: {'GPTQ' if 'GPTQ' in step else 'no transform'}"
+        ours = texts.get(plain, {})
+        same = plain != name and row.get("tokens") == found["results"].get(plain, {}).get("tokens")
+        more = _above(ours.get("samples"), kl.get("samples")) if same else ""
         peak = f"{row['peak_bytes'] / 1e6:.0f}" if "peak_bytes" in row else ""
         lines.append(
             f"| {scheme} | {step} | {kl['kl']:.4f} ± {kl['error']:.4f} | {more} "
