@@ -382,8 +382,11 @@ def transforms_table(found: dict) -> str:
     for name, row in found["results"].items():
         scheme, _, step = name.partition(": ")
         kl = texts[name]
-        ours = texts.get(f"{scheme}: {'GPTQ' if 'GPTQ' in step else 'no transform'}", {})
-        more = _above(ours.get("samples"), kl.get("samples")) if ours is not kl else ""
+        plain = f"{scheme}: {'GPTQ' if 'GPTQ' in step else 'no transform'}"
+        ours = texts.get(plain, {})
+        digests = {r["tokens"] for r in (row, found["results"].get(plain, {})) if "tokens" in r}
+        same = plain != name and len(digests) <= 1
+        more = _above(ours.get("samples"), kl.get("samples")) if same else ""
         peak = f"{row['peak_bytes'] / 1e6:.0f}" if "peak_bytes" in row else ""
         lines.append(
             f"| {scheme} | {step} | {kl['kl']:.4f} ± {kl['error']:.4f} | {more} "

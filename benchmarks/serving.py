@@ -10,9 +10,11 @@ with transformers and compressed-tensors on the same checkpoint in two ways:
   flips codes of quantized activations, and the layers behind amplify it, so it shows less.
 
     python benchmarks/serving.py MODEL --server PYTHON [--text FILE] [--json FILE]
+                                 [--schemes NAME ...]
 
 PYTHON is that of an environment with vLLM, which need not share one with Steelyard. Beside each
-difference stands what a wrong scale does: vLLM also serves a copy in which one was doubled.
+difference stands what a wrong scale does: vLLM also serves a copy in which one was doubled. With
+`--schemes`, FILE keeps the others that it has.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ PROMPTS, LENGTH = 8, 128  # to compare on
 ROWS = 2 * LENGTH  # to compare layers on
 DENSE = "not quantized"
 DAMAGED = " damaged"
+AFTER = ", after "
 FORMAT = {"format": "pt"}
 ENGINE = {
     "HF_HUB_OFFLINE": "1",
@@ -168,6 +171,34 @@ def schemes_for(config) -> dict[str, dict]:
     token = {"num_bits": 8, "strategy": "token", "dynamic": True}
     found[f"W4A8 group {groups[0]}, dynamic"] = linear(token, **grouped(groups[0]))
     return found
+
+
+def steps_for(name: str, schemes: dict[str, dict]) -> tuple[list, dict, dict]:
+    """Return the transforms of a row, what to give the modifier after them, and to `oneshot`."""
+    from steelyard.modifiers import AWQModifier, SmoothQuantModifier, TransformModifier
+
+    steps = {
+        "SmoothQuant 0.8": SmoothQuantModifier(smoothing_strength=0.8),
+        "AWQ": AWQModifier(),
+        "auto": TransformModifier(),
+        "auto, dynamic where needed": TransformModifier(),
+    }
+    scheme, _, step = name.partition(AFTER)
+    more = {"uncalibratable": "dynamic"} if step.endswith("where needed") else {}
+    return [steps[step]] if step else [], schemes[scheme], more
+
+
+def rows_for(schemes: dict[str, dict]) -> list[str]:
+    """Return all rows: each scheme, and some after a transform."""
+    group = next(iter(schemes))
+    return [
+        *schemes,
+        f"{group}{AFTER}AWQ",
+        f"W8A8, dynamic{AFTER}SmoothQuant 0.8",
+        f"W8A8, static{AFTER}SmoothQuant 0.8",
+        f"W8A8, static{AFTER}auto",
+        f"W8A8, static{AFTER}auto, dynamic where needed",
+    ]
 
 
 def tokens_for(model: Path, text: Path | None):
@@ -329,12 +360,16 @@ def run(options: argparse.Namespace, scratch: Path) -> dict:
     config = AutoConfig.from_pretrained(options.model)
     calibration, tokens = tokens_for(options.model, options.text)
     folders = {DENSE: options.model.resolve()}
-    for name, scheme in schemes_for(config).items():
+    schemes = schemes_for(config)
+    for name in rows_for(schemes):
+        if options.schemes and name not in options.schemes:
+            continue
         print(f"quantizing: {name}", file=sys.stderr)
-        recipe = QuantizationModifier(ignore=["lm_head"], **scheme)
+        steps, scheme, more = steps_for(name, schemes)
+        recipe = [*steps, QuantizationModifier(ignore=["lm_head"], **scheme)]
         data = calibration if load_recipe(recipe).needs_data else None
         folder = scratch / f"{len(folders):02}"
-        oneshot(options.model, recipe, data, folder, show_progress=False)
+        oneshot(options.model, recipe, data, folder, show_progress=False, **more)
         folders[name] = folder
         folders[name + DAMAGED] = damage(folder, config.num_hidden_layers)
     question, answer = scratch / "question.json", scratch / "answer.json"
@@ -397,6 +432,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="else the model writes text of its own")
     # vLLM's static int8 kernel is a thousand times slower in float16
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
+    parser.add_argument("--schemes", nargs="*", help="rows to measure; all by default")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -404,6 +440,11 @@ def main() -> None:
         outcome = run(options, Path(folder))
     print_table(outcome)
     if options.json:
+        if options.schemes and options.json.exists():
+            measured = {r["scheme"] for r in outcome["results"]}
+            kept = json.loads(options.json.read_text())["results"]
+            kept = [r for r in kept if r["scheme"] not in measured]
+            outcome["results"] = [*kept, *outcome["results"]]
         options.json.write_text(json.dumps(outcome, indent=1) + "\n")
 
 

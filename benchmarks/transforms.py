@@ -7,14 +7,16 @@ held-out text, with its standard error over samples.
     python benchmarks/transforms.py MODEL --text FILE [--samples 16] [--rows NAME ...] [--json FILE]
                                     [--peer-python PYTHON]
 
-Rows that FILE has already are kept, so rows can be measured one after another. PYTHON, of an
-environment with llm-compressor, runs the rows that name it; their checkpoints are compared alike.
+Rows that FILE has already are kept, so rows can be measured one after another; each has the digest
+of its tokens. PYTHON, of an environment with llm-compressor, runs the rows that name it; their
+checkpoints are compared alike.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import hashlib
 import json
 import resource
 import sys
@@ -37,6 +39,7 @@ SCHEMES: dict[str, Any] = {
     "W8A8 static per tensor": STATIC,
     "W8A8 dynamic": DYNAMIC,
     "FP8 static": {"weights": FLOAT8, "input_activations": FLOAT8},
+    "W4A16 group 128": {"weights": {"num_bits": 4, "strategy": "group", "group_size": 128}},
     "W4A16 group 64": {"weights": {"num_bits": 4, "strategy": "group", "group_size": 64}},
     "W4A16 group 32": {"weights": {"num_bits": 4, "strategy": "group", "group_size": 32}},
     "NVFP4": "NVFP4",
@@ -86,9 +89,11 @@ def row(model: str, name: str, tokens: str, peer_python: str) -> dict[str, Any]:
         texts = json.loads(Path(tokens).read_text())
         for key in (key for key in texts if key != "calibration"):
             ids = torch.tensor(texts[key])
-            size = {"num_samples": 1, "max_seq_length": ids.shape[1]}
-            samples = [evaluate(model, output, [{"input_ids": each}], **size) for each in ids]
-            each_kl = [each.kl_divergence for each in samples]
+            size = {"num_samples": len(ids), "max_seq_length": ids.shape[1]}
+            scored: list[Any] = []
+            evaluate(model, output, [{"input_ids": e} for e in ids], then=scored.append, **size)
+            tokens_kl = torch.cat([each.divergence for each in scored[0].scores])
+            each_kl = tokens_kl.double().reshape(len(ids), -1).mean(1).tolist()
             kl, error = mean_and_error(each_kl)
             found[key] = {"kl": kl, "error": error, "samples": each_kl}
     return found
@@ -188,8 +193,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         tokens = Path(folder) / "tokens.json"
         run("tokenize", options.model, options.text, "-", options.samples, tokens)
+        digest = hashlib.sha256(tokens.read_bytes()).hexdigest()[:16]
         for name in options.rows:
             results[name] = run("row", options.model, name, tokens, options.peer_python)
+            results[name]["tokens"] = digest
             texts = {key: each for key, each in results[name].items() if isinstance(each, dict)}
             shown = "  ".join(f"{k} {v['kl']:.4f} ± {v['error']:.4f}" for k, v in texts.items())
             print(f"{name:40} {shown}  CPU {results[name]['cpu_seconds']:.0f} s", flush=True)
