@@ -386,3 +386,14 @@ def test_a_stopped_run_resumes_to_the_same_bytes(
         result = run(source, tmp_path / "stopped", *recipe)
     assert any("resumed after" in note for note in result.notes)
     assert_same_tensors(tmp_path / "whole", tmp_path / "stopped")
+
+
+@pytest.mark.parametrize("step", [SmoothQuantModifier(), AWQModifier(), TransformModifier()])
+def test_the_head_does_not_run_for_pairs_that_lie_in_layers(tmp_path: Path, step: Any) -> None:
+    """Logits of a large vocabulary take more time and memory than a layer."""
+    model = small_model("llama")
+    calls: list[int] = []
+    model.lm_head.register_forward_pre_hook(lambda *_: calls.append(1))
+    last = QuantizationModifier(config_groups={"group_0": STATIC}, ignore=["lm_head"])
+    oneshot(model, [step, last], samples(), tmp_path / "q")
+    assert len(calls) <= 1  # by the plan, without data

@@ -85,8 +85,6 @@ class Balancing(Algorithm):
 
     def begin(self, block: Block) -> BalancingState:
         state = BalancingState(block.name)
-        if not block.name:  # the modules around the layers
-            return state
         state.found = find_pairs(block, self.modifier.patterns_of_pairs())
         limit = max(_FEWEST, min(_MOST, _TOKENS // max(len(block.modules), 1)))
         for pair in state.found.pairs:

@@ -37,7 +37,8 @@ class Needs:
     staged: bool = False
     """Modules are solved in the order of their calls; each sees the solved ones before it."""
     layers: bool = False
-    """Blocks are layers: `begin` and `transform` may call `block.forward` for one layer."""
+    """Blocks are layers: `begin` and `transform` may call `block.forward` for one layer, and are
+    not called for the modules outside of layers."""
     propagate: bool = False
     """Each block gets the output of the quantized blocks before it."""
     samples: bool = False

@@ -159,8 +159,9 @@ class Solver:
         return work
 
     def begin_transform(self, algorithm: Algorithm, block: Block) -> Work | None:
-        """Start an algorithm that transforms a block; None if its targets match nothing there."""
-        names = self._matched(algorithm, block.within)
+        """Start an algorithm that transforms a block; None if it has nothing to do there."""
+        outside = algorithm.needs.layers and not block.name  # of layers
+        names = [] if outside else self._matched(algorithm, block.within)
         return Work([(algorithm, block.part(names))], transforming=True) if names else None
 
     # -- solving ------------------------------------------------------------------------------
@@ -273,8 +274,7 @@ class Solver:
         if not needs_data(self.algorithms):
             return
         for name, _, observer in calibration.observers():
-            reason = getattr(observer, "fallback_reason", None)
-            if reason is not None:
+            if (reason := getattr(observer, "fallback_reason", None)) is not None:
                 self.result.notes.append(f"{name}: columns are not weighted, since {reason}")
 
     @property
