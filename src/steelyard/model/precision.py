@@ -256,15 +256,15 @@ def _multiplies_bf16() -> str | None:
 def speed(stored: torch.dtype) -> float:
     """Return how many times faster this CPU multiplies matrices in a type than in fp32.
 
-    Measured once, in some ten milliseconds; the best of several tries, which other processes
-    disturb least.
+    Measured once, in some ten milliseconds of CPU time; the best of several tries, which other
+    processes disturb least.
     """
     seconds: dict[torch.dtype, float] = {}
     for dtype in (stored, torch.float32) * 6:  # in turns, so that both have the same neighbours
         x, weight = torch.ones(_ROWS, _WIDTH, dtype=dtype), torch.ones(_WIDTH, _WIDTH, dtype=dtype)
-        started = time.perf_counter()
+        started = time.thread_time()  # a process that has to wait would choose by chance
         torch.nn.functional.linear(x, weight)
-        taken = time.perf_counter() - started
+        taken = time.thread_time() - started
         seconds[dtype] = min(taken, seconds.get(dtype, taken))
     return seconds[torch.float32] / seconds[stored]
 
