@@ -36,6 +36,7 @@ from steelyard.plan.plan import Plan
 
 __all__ = ["AutoRound"]
 
+_HELD_OUT = 16  # one batch of these
 _CHECKS = 8  # times that the held-out batches run
 _SCALE_STEP = 0.1  # step of scale factors, in steps of offsets
 _BYTES = 34  # per weight of a block: wanted value, target, offset, value, gradients
@@ -74,7 +75,7 @@ class AutoRound(GPTQ):
 
     def tuning_passes(self, samples: int) -> float:
         step = 3 * min(self.modifier.batch_size, samples) / max(samples, 1)  # with gradients
-        return self.modifier.iters * step + (_CHECKS / 16 if self.modifier.iters else 0)
+        return self.modifier.iters * step + (_CHECKS / _HELD_OUT if self.modifier.iters else 0)
 
     def begin(self, block: Block) -> Hessians:
         self._holds_out = self.modifier.iters > 0 and bool(block.name)
@@ -89,18 +90,19 @@ class AutoRound(GPTQ):
             self._originals[name] = block.tensor(f"{name}.weight")
         return super().solve(block, state)
 
-    @torch.no_grad()
-    def _solve(self, state: Hessians, name: str) -> tuple[GPTQResult, float, dict[str, Any]]:
-        weight: Any = state.modules[name].weight
-        found = super()._solve(state, name)
-        if self._holds_out and found[0].fallback is None:
-            target = self._target(state, name)[0]
-            hessian = state.hessian(name).to(weight.device)
-            off = (weight.data if target is None else target).float() - found[0].weight.float()
-            self._wanted[name] = found[0].weight.float() + _pull(
-                off, hessian, self._dampening(state, name)
-            )
-        return found
+    def _rounded(
+        self,
+        state: Hessians,
+        name: str,
+        target: torch.Tensor | None,
+        hessian: torch.Tensor,
+        result: GPTQResult,
+    ) -> None:
+        if self._holds_out:
+            weight: Any = state.modules[name].weight
+            value = result.weight.float()
+            off = (weight.data if target is None else target).float() - value
+            self._wanted[name] = value + _pull(off, hessian, self._dampening(state, name))
 
     # -- tuning -------------------------------------------------------------------------------
 
@@ -177,7 +179,7 @@ class AutoRound(GPTQ):
 
 def _is_held_out(batch: int) -> bool:
     """Whether a batch judges; where there are few, more of them do: 1, 9, 25, 41 and so on."""
-    return batch == 1 or batch % 16 == 9
+    return batch == 1 or batch % _HELD_OUT == 9
 
 
 def _untunable(batches: Collection[int]) -> str | None:

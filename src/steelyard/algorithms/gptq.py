@@ -185,6 +185,7 @@ class GPTQ(Nearest):
             error = weight_error(module) or 0.0
             details = _details(result, 0.0, signal)
             return result, error, with_figures(details, module_figures(module))
+        self._rounded(state, name, target, hessian, result)
         # contiguous, since a module that is offloaded to disk writes it to a file
         scale = Parameter(result.scale.contiguous(), requires_grad=False)
         module.register_parameter("weight_scale", scale)
@@ -192,6 +193,16 @@ class GPTQ(Nearest):
         error = relative_error(float(off.sum(dtype=torch.float64)), module.weight.data)
         figures = module_figures(module, after=result.weight)
         return result, error, with_figures(_details(result, drift, signal), figures)
+
+    def _rounded(
+        self,
+        state: Hessians,
+        name: str,
+        target: torch.Tensor | None,
+        hessian: torch.Tensor,
+        result: GPTQResult,
+    ) -> None:
+        """Called once for each weight that GPTQ rounded; target: None for the weight's own."""
 
     def _target(self, state: Hessians, name: str) -> tuple[torch.Tensor | None, float]:
         """Return the weight to round to, None for its own, and the factor of the shift."""
