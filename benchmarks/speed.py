@@ -30,10 +30,12 @@ from compressed_tensors.compressors.base import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, preset_name_to_scheme
 from llmcompressor.observers import Observer as PeerObserver
 from llmcompressor.observers.mse import NVFP4ExpandedMSEObserver
+from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import steelyard
 from steelyard import Observer, kernels
 from steelyard.kernels.grid_search import search_range
+from steelyard.kernels.masked_attention import attention
 from steelyard.kernels.pack import quantize_and_pack
 from steelyard.kernels.qparams import global_scale_of, scale_dtype_of
 from steelyard.kernels.range import range_of
@@ -217,6 +219,23 @@ def activation_results(threads: int) -> list[Result]:
     return results
 
 
+def attention_results(threads: int) -> list[Result]:
+    """Causal attention over 512 tokens as models call it; fp32 states are rounded to bf16."""
+    results = []
+    for dtype in DTYPES:
+        for heads, shared, width in ((4, 1, 256), (9, 3, 64), (14, 2, 64)):
+            sizes = ((heads, width), (shared, width), (shared, width))
+            q, k, v = (torch.randn(1, 512, *s).to(DTYPES[dtype]).transpose(1, 2) for s in sizes)
+            peer = lambda q=q, k=k, v=v: sdpa(q, k, v, is_causal=True, enable_gqa=True)  # noqa: E731
+            ours = lambda q=q, k=k, v=v: attention(q, k, v, None, True)  # noqa: E731
+            if ours() is None:
+                continue
+            (peer_cpu, peer_wall), (cpu, wall) = alternate(peer, ours, 1.0)
+            case = f"attention, {heads} heads of width {width} over {shared}, beside torch's"
+            results.append(Result(case, dtype, threads, peer_cpu, peer_wall, cpu, wall))
+    return results
+
+
 def peak_extra(work: Callable[[], object]) -> int:
     """Bytes by which the resident size rose above where it stood, at most (Linux)."""
     work()
@@ -309,7 +328,7 @@ def main() -> None:
                     flush=True,
                 )
         if not options.only:
-            results += activation_results(threads)
+            results += activation_results(threads) + attention_results(threads)
     options.json.parent.mkdir(exist_ok=True)
     rows = [{**asdict(r), "ratio": r.ratio} for r in results]
     before = json.loads(options.json.read_text()) if options.json.exists() else {}

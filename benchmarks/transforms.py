@@ -55,10 +55,12 @@ STEPS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "dynamic where needed": [],
     "auto, dynamic where needed": [("TransformModifier", {})],
     "SpinQuant": [("SpinQuantModifier", {}), ("IMatrixGatherer", {})],
+    "SpinQuant R2": [("SpinQuantModifier", {"rotations": ["R2"]}), ("IMatrixGatherer", {})],
     "SpinQuant with R4": [("SpinQuantModifier", WITH_R4), ("IMatrixGatherer", {})],
     "GPTQ": [],
     "SmoothQuant 0.8, GPTQ": [("SmoothQuantModifier", {"smoothing_strength": 0.8})],
     "SpinQuant, GPTQ": [("SpinQuantModifier", {})],
+    "SpinQuant R2, GPTQ": [("SpinQuantModifier", {"rotations": ["R2"]})],
     "AWQ, GPTQ": [("AWQModifier", {})],
     "auto, GPTQ": [("TransformModifier", {})],
 }

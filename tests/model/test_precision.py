@@ -166,15 +166,17 @@ def test_an_unknown_type_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("flag", FLAGS)
+@pytest.mark.parametrize("also", ["", " and attention"])
 def test_products_of_an_fp32_model_are_computed_in_bf16_where_that_is_faster(
-    flag: str, processor: Callable[..., None]
+    flag: str, also: str, processor: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     processor(flag)
+    monkeypatch.setattr(precision, "has_attention", lambda: bool(also))
     found = forward_dtype(torch.float32, CPU)
     assert (found.dtype, found.products) == (None, torch.bfloat16)
     assert found.reason == (
-        "batches are computed in float32, products of Linear layers in bfloat16, which this CPU "
-        f"multiplies ({flag})"
+        f"batches are computed in float32, products of Linear layers{also} in bfloat16, which "
+        f"this CPU multiplies ({flag})"
     )
     x = torch.rand(2, 3) / 3
     assert_close(found.multiplied(x), x.bfloat16(), rtol=0, atol=0)

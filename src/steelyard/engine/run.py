@@ -30,6 +30,7 @@ from steelyard.engine.statistics import RunStatistics
 from steelyard.engine.stream import Stream
 from steelyard.errors import PipelineError
 from steelyard.kernels.partial_sums import partial_sum_of
+from steelyard.model.fast_attention import fast_attention
 from steelyard.model.forward_errors import WITHOUT_DATA, forward_errors
 from steelyard.model.inputs import call_options, forward_inputs, padding_mask, without_cache
 from steelyard.model.precision import computing_in, multiplying_in
@@ -195,6 +196,7 @@ class Run:
         with (
             self.source.loaded(root, name, without),
             multiplying_in(root, self.forward.products),
+            fast_attention(),
         ):
             if self.solver.needs("originals"):
                 with computing_in(root, self.dtype):

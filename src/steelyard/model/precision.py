@@ -18,6 +18,7 @@ from torch.nn import Linear, Module, Parameter
 from torch.nn.functional import linear
 
 from steelyard.distributed.packing import sendable
+from steelyard.kernels.masked_attention import has_attention
 
 __all__ = [
     "FORWARDS",
@@ -25,6 +26,7 @@ __all__ = [
     "computing_in",
     "forward_dtype",
     "is_plain_linear",
+    "multiplies_in_bf16",
     "multiplying_in",
     "return_memory",
     "rounded_once",
@@ -82,6 +84,11 @@ def is_plain_linear(module: Module) -> bool:
 
 
 _PLAIN = (Linear.forward, _Bf16Linear.forward)
+
+
+def multiplies_in_bf16(module: Module) -> bool:
+    """Whether a layer right below an fp32 module computes its product in bf16 (multiplying_in)."""
+    return any(type(each) is _Bf16Linear for each in module.children())
 
 
 @contextlib.contextmanager
@@ -229,7 +236,8 @@ def _narrowed() -> Forward:
     fast = _fast(torch.bfloat16)
     if fast is None:
         return Forward()
-    reason = f"batches are computed in float32, products of Linear layers in bfloat16, {fast}"
+    also = " and attention" if has_attention() else ""
+    reason = f"batches are computed in float32, products of Linear layers{also} in bfloat16, {fast}"
     return Forward(False, reason, narrowed=True)
 
 

@@ -176,6 +176,24 @@ struct ProductProblem {
     int64_t count;
 };
 
+// Vectors of heads: element (batch, head, token, i) lies at data + sum of index * stride; i has stride 1.
+struct Heads {
+    const void* data;
+    int64_t stride[3];
+};
+
+// Attention of queries to a range of keys each; heads share keys in order, as many each.
+struct AttentionProblem {
+    int64_t batches, heads, key_heads, queries, keys, width, value_width;  // width: even
+    Type type;  // of all; f32 or bf16
+    Heads query, key, value;
+    const int64_t* first;  // (queries,), or (batches, queries): keys from `first` to before `last`
+    const int64_t* last;
+    bool ranges_per_batch;
+    float scale;   // of scores
+    void* output;  // (batches, queries, heads, value_width), contiguous
+};
+
 constexpr int BINS = 2048;  // of a histogram, half of them on each side of zero
 
 // Histograms, and the parameters to judge for each; kernels/range_costs.py defines the costs.
@@ -205,6 +223,7 @@ struct Table {
     void (*squared_lengths)(const LengthsProblem&, int threads);
     void (*refine)(const RefineProblem&, int threads);
     void (*products)(const ProductProblem&);  // null: none
+    void (*attention)(const AttentionProblem&, int threads);  // null: none
     void (*histogram)(const View&, const int64_t* rows, int64_t count, int64_t* histogram, int threads);
     void (*range_costs)(const RangeCosts&, int threads);
 };
@@ -213,7 +232,9 @@ extern const Table baseline_table;
 #if defined(__x86_64__)
 extern const Table avx2_table;
 extern const Table avx512_table;
-void products_of_pairs(const ProductProblem&);  // needs avx512_bf16
+// need avx512_bf16
+void products_of_pairs(const ProductProblem&);
+void attention_of_pairs(const AttentionProblem&, int threads);
 #endif
 
 }  // namespace steelyard

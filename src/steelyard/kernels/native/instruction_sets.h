@@ -19,6 +19,7 @@ inline const Table* table_for(const std::string& name) {
             Table same = avx512_table;
             same.name = "avx512_bf16";
             same.products = products_of_pairs;
+            same.attention = attention_of_pairs;
             return same;
         }();
         return &table;

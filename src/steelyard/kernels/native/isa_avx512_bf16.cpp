@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "api.h"
+#include "threads.h"
 
 namespace steelyard {
 namespace avx512_bf16 {
@@ -22,10 +23,14 @@ namespace {
 
 #include "products.inl"
 
+#include "attention.inl"
+
 }  // namespace
 }  // namespace avx512_bf16
 
 void products_of_pairs(const ProductProblem& p) { avx512_bf16::products(p); }
+
+void attention_of_pairs(const AttentionProblem& p, int threads) { avx512_bf16::attention(p, threads); }
 
 }  // namespace steelyard
 #endif

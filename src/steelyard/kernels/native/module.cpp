@@ -186,6 +186,7 @@ NB_MODULE(_native, m) {
           nb::arg("format"), nb::arg("block_rows"), nb::arg("block_columns"), nb::arg("num_bits"),
           nb::arg("layout"), nb::arg("round_quotient"), nb::arg("out").none(),
           nb::arg("errors").none(), nb::arg("isa"), nb::arg("threads"));
+    bind_attention(m);
     bind_gptq(m);
     bind_histogram(m);
     m.def("instruction_sets", &instruction_sets,
