@@ -267,8 +267,20 @@ def test_gptq_is_left_what_only_rounding_to_nearest_gains(step: Any, tmp_path: P
     source = saved(tmp_path / "m", "llama")
     options = {"config_groups": {"all": GROUPS}, "ignore": ["lm_head"]}
     result = run(source, tmp_path / "both", step, GPTQModifier(**options))
-    run(source, tmp_path / "alone", GPTQModifier(**options))
+    alone = run(source, tmp_path / "alone", GPTQModifier(**options))
     assert_same_tensors(tmp_path / "both", tmp_path / "alone")
+    words = "changes nothing: the modifier that rounds the weights makes up for large inputs itself"
+    assert any(words in note for note in result.notes) and words in str(result.plan)
+    assert result.plan.forward == alone.plan.forward  # nothing is compared
+
+
+def test_what_gptq_does_not_round_alone_is_measured(tmp_path: Path) -> None:
+    source = saved(tmp_path / "m", "llama")
+    groups = {"all": {**GROUPS, "targets": [r"re:.*(q|k|v|o)_proj$"]}}
+    nearest = {"config_groups": {"all": {**GROUPS, "targets": [r"re:.*(gate|up|down)_proj$"]}}}
+    steps = [GPTQModifier(config_groups=groups), QuantizationModifier(**nearest)]
+    result = run(source, tmp_path / "q", AWQModifier(n_grid=2), *steps)
+    assert not any("changes nothing" in note for note in result.notes)
     assert any("input not balanced" in n and "makes up for large" in n for n in result.notes)
 
 

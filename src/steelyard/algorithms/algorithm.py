@@ -27,7 +27,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from steelyard.observers.hessians import Hessians
     from steelyard.plan.plan import Plan
 
-__all__ = ["Algorithm", "ModuleResult", "Needs", "Seen", "algorithm_of", "needs_data"]
+__all__ = ["Algorithm", "ModuleResult", "Needs", "Seen", "algorithm_of"]
 
 Class = TypeVar("Class", bound="type[Algorithm]")
 
@@ -228,6 +228,13 @@ class Algorithm:
         """Estimate what `tune` costs, in passes of all samples through a block."""
         return 0.0
 
+    def idle(self, plan: Plan, adapted: Collection[int]) -> str | None:
+        """Return why `transform` would change nothing, so that it can be left out; None if it may.
+
+        adapted: indices of the modifiers that do not round weights to nearest
+        """
+        return None
+
     def prepare(self, source: Source, plan: Plan, notes: list[str]) -> None:
         """Read and check files that the modifier names, before any work."""
 
@@ -290,10 +297,3 @@ def algorithm_of(modifier: Modifier) -> Algorithm:
             f"{nearest(name, Algorithm.registry.names())}"
         )
     return Algorithm.registry.get(name)(modifier)
-
-
-def needs_data(algorithms: Sequence[Algorithm]) -> bool:
-    """Return whether calibration data is needed; importance may come from a file instead."""
-    needs = [algorithm.needs for algorithm in algorithms]
-    given = any(algorithm.gives_importance for algorithm in algorithms)
-    return any(each.data or (each.importance and not given) for each in needs)

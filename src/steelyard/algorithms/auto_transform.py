@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 
@@ -11,10 +11,11 @@ from steelyard.algorithms.awq import best_factor
 from steelyard.algorithms.balancing import Balancing, BalancingState
 from steelyard.algorithms.block import Block
 from steelyard.algorithms.factor_choice import best_of
-from steelyard.algorithms.pair_error import is_measurable
+from steelyard.algorithms.pair_error import all_adapted, is_measurable
 from steelyard.algorithms.pairs import Pair
 from steelyard.algorithms.smoothing import largest_weights, smoothed
 from steelyard.modifiers.auto_transform import TransformModifier
+from steelyard.plan.plan import Plan
 
 __all__ = ["AutoTransform"]
 
@@ -26,6 +27,9 @@ class AutoTransform(Balancing):
     """Folds the factor into each pair with which the block's output has the least error."""
 
     modifier: TransformModifier
+
+    def idle(self, plan: Plan, adapted: Collection[int]) -> str | None:
+        return all_adapted(plan, adapted)
 
     def factor(self, block: Block, pair: Pair, state: BalancingState) -> torch.Tensor | None:
         if not is_measurable(block, pair, state):

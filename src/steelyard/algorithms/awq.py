@@ -9,7 +9,7 @@ other half agrees, and if it lowers the error of the block's output on held-out 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -20,6 +20,7 @@ from steelyard.algorithms.block import Block
 from steelyard.algorithms.factor_choice import best_of
 from steelyard.algorithms.pair_error import (
     PairError,
+    all_adapted,
     is_measurable,
     pair_error,
     plain_outputs,
@@ -28,6 +29,7 @@ from steelyard.algorithms.pair_error import (
 from steelyard.algorithms.pairs import Pair, folded
 from steelyard.modifiers.awq import AWQModifier
 from steelyard.observers.steps import args_for
+from steelyard.plan.plan import Plan
 
 __all__ = ["AWQ", "awq_factors", "best_factor"]
 
@@ -40,6 +42,9 @@ class AWQ(Balancing):
     """Folds the factors that a search finds into each pair that gains from them."""
 
     modifier: AWQModifier
+
+    def idle(self, plan: Plan, adapted: Collection[int]) -> str | None:
+        return all_adapted(plan, adapted)
 
     def factor(self, block: Block, pair: Pair, state: BalancingState) -> torch.Tensor | None:
         if not is_measurable(block, pair, state):

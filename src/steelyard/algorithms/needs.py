@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-__all__ = ["Needs"]
+if TYPE_CHECKING:
+    from steelyard.algorithms.algorithm import Algorithm
+
+__all__ = ["Needs", "needs_data"]
 
 
 @dataclass(frozen=True)
@@ -59,3 +64,10 @@ class Needs:
     @property
     def sees(self) -> bool:
         return self.inputs or self.outputs or self.attention or self.calls
+
+
+def needs_data(algorithms: Sequence[Algorithm]) -> bool:
+    """Return whether calibration data is needed; importance may come from a file instead."""
+    needs = [algorithm.needs for algorithm in algorithms]
+    given = any(algorithm.gives_importance for algorithm in algorithms)
+    return any(each.data or (each.importance and not given) for each in needs)

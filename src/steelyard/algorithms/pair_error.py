@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,9 +12,11 @@ from steelyard.algorithms.balancing import BalancingState
 from steelyard.algorithms.block import Block
 from steelyard.algorithms.pairs import Folded, Pair
 from steelyard.observers.steps import args_for
+from steelyard.plan.plan import Plan
 
 __all__ = [
     "PairError",
+    "all_adapted",
     "is_measurable",
     "is_quantized",
     "pair_error",
@@ -58,6 +60,20 @@ def is_measurable(block: Block, pair: Pair, state: BalancingState) -> bool:
         state.found.unbalanced |= dict.fromkeys(names, reason)
         return False
     return bool(names)
+
+
+def all_adapted(plan: Plan, adapted: Collection[int]) -> str | None:
+    """Return why no pair of a planned run is measurable; None if one may be.
+
+    adapted: indices of the modifiers that do not round weights to nearest
+    """
+    left = [
+        planned
+        for planned in plan.quantized
+        if planned.modifier not in adapted or planned.scheme.input_activations is not None
+    ]
+    reason = "the modifier that rounds the weights makes up for large inputs itself"
+    return None if left or not plan.quantized else reason
 
 
 @torch.no_grad()

@@ -56,13 +56,17 @@ def _names_classes(config: QuantizationConfig) -> bool:
 def plan_run(
     options: Options,
     recipe: Recipe,
-    algorithms: Sequence[Algorithm],
+    algorithms: list[Algorithm],
     source: Source,
     propagate: bool,
 ) -> Plan:
-    """Return the plan of a run, with its errors and costs."""
+    """Return the plan of a run, with its errors and costs.
+
+    algorithms: those that would change nothing are replaced by one that does nothing
+    """
     plan = make_plan(source.model, modifiers=recipe.modifiers)
-    plan.chosen = list(recipe.chosen)
+    _leave_idle(plan, algorithms)
+    plan.chosen += recipe.chosen
     heads, tied = untie_heads(options, recipe.modifiers, source.model)
     plan.left = [_beside(left, heads, source.model) for left in plan.left]
     plan.untied = {**heads, **plan.untied}
@@ -118,6 +122,14 @@ def plan_run(
         plan.placing.append(f"at most about {size(plan.device_memory)} of memory on {device}")
         plan.placing += filter(None, [ranks.way])
     return plan
+
+
+def _leave_idle(plan: Plan, algorithms: list[Algorithm]) -> None:
+    adapted = [i for i, each in enumerate(algorithms) if not each.rounds_to_nearest]
+    for index, algorithm in enumerate(algorithms):
+        if (reason := algorithm.idle(plan, adapted)) is not None:
+            algorithms[index] = Algorithm(algorithm.modifier)
+            plan.chosen.append(f"{type(algorithm.modifier).__name__} changes nothing: {reason}")
 
 
 def _add_hidden_states(
