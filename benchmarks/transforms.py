@@ -60,6 +60,10 @@ STEPS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "GPTQ": [],
     "SmoothQuant 0.8, GPTQ": [("SmoothQuantModifier", {"smoothing_strength": 0.8})],
     "SpinQuant, GPTQ": [("SpinQuantModifier", {})],
+    "SpinQuant random-hadamard, GPTQ": [
+        ("SpinQuantModifier", {"transform_type": "random-hadamard"})
+    ],
+    "SpinQuant random-matrix, GPTQ": [("SpinQuantModifier", {"transform_type": "random-matrix"})],
     "SpinQuant R2, GPTQ": [("SpinQuantModifier", {"rotations": ["R2"]})],
     "AWQ, GPTQ": [("AWQModifier", {})],
     "auto, GPTQ": [("TransformModifier", {})],

@@ -30,6 +30,7 @@ from steelyard.modifiers import GPTQModifier, QuantizationModifier
 from steelyard.modifiers.awq import AWQModifier
 from steelyard.modifiers.smoothing import SmoothQuantModifier
 from steelyard.modifiers.spinquant import SpinQuantModifier
+from steelyard.plan.plan import make_plan
 from steelyard.recipes import load_recipe
 
 TOKENS = torch.randint(3, 128, (2, 12), generator=torch.Generator().manual_seed(3))
@@ -261,6 +262,27 @@ def test_recipes_of_llm_compressor(tmp_path: Path) -> None:
         models[0].named_parameters(), models[1].parameters(), strict=True
     ):
         assert torch.equal(one, other), name
+
+
+@pytest.mark.parametrize(
+    ("rotations", "scheme", "modifier", "told"),
+    [
+        (["R1", "R2"], "W4A16", QuantizationModifier, True),
+        (["R1"], "NVFP4", QuantizationModifier, True),
+        (["R2"], "W4A16", QuantizationModifier, False),
+        (["R1"], "W8A8", QuantizationModifier, False),
+        (["R1"], "W4A16", GPTQModifier, False),
+    ],
+)
+def test_few_bits_that_are_rounded_to_nearest(
+    rotations: list[str], scheme: str, modifier: Any, told: bool
+) -> None:
+    steps = [
+        SpinQuantModifier(rotations=rotations),
+        modifier(scheme=scheme, ignore=["lm_head"], bypass_divisibility_checks=True),
+    ]
+    plan = make_plan(tiny("llama"), modifiers=steps)
+    assert any("Round with GPTQModifier" in each for each in plan.warnings) == told
 
 
 def test_mappings_that_miss_a_module() -> None:
