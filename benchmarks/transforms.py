@@ -19,6 +19,7 @@ import functools
 import hashlib
 import json
 import resource
+import shutil
 import sys
 import tempfile
 import time
@@ -90,6 +91,7 @@ def row(model: str, name: str, tokens: str, peer_python: str) -> dict[str, Any]:
         output = Path(folder) / "q"
         if PEER in name:
             found = asked(peer_python, "peer", model, name, tokens, output, script=__file__)
+            shutil.copy(Path(model, "tokenizer.json"), output)  # Gemma's loses a token when saved
         else:
             found = quantized(model, name, tokens, output)
         texts = json.loads(Path(tokens).read_text())
