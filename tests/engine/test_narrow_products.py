@@ -75,9 +75,13 @@ def test_a_run_in_bf16_products(
         assert module.error is not None and after == pytest.approx(before, rel=0.2)
 
 
-def test_tuning_in_bf16_products(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_tuning_in_bf16_products(
+    family: str, stored: torch.dtype, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     """Of tuned weights, other codes are as good: the error of the block is what stays."""
-    small_model("llama", torch.float32).save_pretrained(tmp_path / "m")
+    small_model(family, stored).save_pretrained(tmp_path / "m")
     wide = run(tmp_path / "m", tmp_path / "wide", "tuned", batches=12)
     request.getfixturevalue("fast")
     narrow = run(tmp_path / "m", tmp_path / "narrow", "tuned", batches=12)

@@ -8,7 +8,7 @@ import functools
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -226,14 +226,16 @@ def forward_dtype(
         raise ValueError(f"STEELYARD_FORWARD must be one of {expected}, got {asked!r}")
     if device.type != "cpu":
         return Forward()
+    precisely = compares if precisely is None else precisely
     if stored.itemsize >= torch.float32.itemsize:
-        precisely = compares if precisely is None else precisely
         narrows = stored == torch.float32 and asked == "auto" and not precisely
         return _narrowed() if narrows else Forward()
     name = str(stored).removeprefix("torch.")
     if asked != "auto":
         wide, reason = asked == "fp32", "as STEELYARD_FORWARD asks"
     elif compares:
+        if stored == torch.bfloat16 and not precisely and (narrow := _narrowed()).narrowed:
+            return replace(narrow, wide=True)
         wide, reason = True, "since an algorithm compares outputs"
     else:
         fast = _fast(stored)
@@ -242,7 +244,7 @@ def forward_dtype(
 
 
 def _narrowed() -> Forward:
-    """Return how the layers of an fp32 model are computed."""
+    """Return how layers are computed whose residual stream is in fp32."""
     fast = _fast(torch.bfloat16)
     if fast is None:
         return Forward()
