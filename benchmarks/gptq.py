@@ -32,7 +32,7 @@ from whole_run import asked, beginning, least, mean_and_error, measured, process
 SAMPLES, LENGTH, EVALUATED = 64, 512, 16
 HELD_OUT, OTHER = 6_000_000, 100_000  # where evaluation begins, in characters
 TUNER_STEPS = 50
-TUNED = {"iters": 100, "batch_size": 2, "lr": 0.006}  # half as many samples as AutoRound's steps
+TUNED = {"iters": TUNER_STEPS, "batch_size": 4}  # half as many samples as AutoRound's steps
 E4M3 = "torch.float8_e4m3fn"
 
 
@@ -157,7 +157,8 @@ def tune(
     tokenizer = AutoTokenizer.from_pretrained(model)
     tuner = AutoRound(model, tokenizer, dataset=data, **size, **scheme, device_map="cpu")
     quantized, _ = tuner.quantize()
-    linear = {n: m.weight for n, m in quantized.named_modules() if isinstance(m, Linear)}
+    layers = {n: m for n, m in quantized.named_modules() if isinstance(m, Linear)}
+    linear = {n.removesuffix(".orig_layer"): m.weight for n, m in layers.items()}
     linear.pop("lm_head", None)
     Path(output).mkdir()
     save_file(

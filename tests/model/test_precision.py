@@ -113,6 +113,11 @@ def test_bf16_is_computed_where_processor_and_library_multiply_it(
     assert forward_dtype(torch.bfloat16, CPU, compares=True) == Forward(
         True, "batches are computed in float32, since an algorithm compares outputs"
     )
+    for stored in (torch.bfloat16, torch.float32):
+        tunes = forward_dtype(stored, CPU, compares=True, precisely=False)
+        assert (tunes.wide, tunes.narrowed) == (stored == torch.bfloat16, True)
+        assert flag in tunes.reason and "float32, products of Linear layers" in tunes.reason
+        assert not forward_dtype(stored, CPU, compares=True, precisely=True).narrowed
     slow = "batches are computed in float32, since this CPU is slow in "
     assert forward_dtype(torch.float16, CPU) == Forward(True, slow + "float16")
     processor(flag, library=False)

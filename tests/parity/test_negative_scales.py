@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from compressed_tensors.compressors import ModelCompressor
 from compressed_tensors.quantization import (
@@ -37,8 +38,8 @@ def small_llama() -> torch.nn.Module:
 
 
 @torch.no_grad()
-def write(model: torch.nn.Module, folder: Path) -> None:
-    args = QuantizationArgs(num_bits=4, strategy="group", group_size=GROUP)
+def write(model: torch.nn.Module, bits: int, folder: Path) -> None:
+    args = QuantizationArgs(num_bits=bits, strategy="group", group_size=GROUP)
     scheme = QuantizationScheme(targets=["Linear"], weights=args)
     config = QuantizationConfig(config_groups={"group_0": scheme}, ignore=["lm_head"])
     apply_quantization_config(model, config)
@@ -56,8 +57,16 @@ def write(model: torch.nn.Module, folder: Path) -> None:
     compressor.update_config(str(folder))
 
 
-def test_transformers_multiplies_by_the_sign(tmp_path: Path) -> None:
-    write(small_llama(), tmp_path)
+def codes_of(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the codes of packed words, (out, in), which are stored plus half of their range."""
+    stream = ((words.unsqueeze(-1) >> torch.arange(32)) & 1).flatten(1)
+    whole = stream[:, : stream.shape[1] // bits * bits].unflatten(1, (-1, bits))
+    return (whole << torch.arange(bits)).sum(-1) - 2 ** (bits - 1)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 7])
+def test_transformers_multiplies_by_the_sign(bits: int, tmp_path: Path) -> None:
+    write(small_llama(), bits, tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     loaded(torch.arange(8).unsqueeze(0))  # the first pass unpacks the weights
@@ -66,9 +75,8 @@ def test_transformers_multiplies_by_the_sign(tmp_path: Path) -> None:
     negative = 0
     for layer in layers:
         scale = stored[f"{layer}.weight_scale"].float()
-        words = stored[f"{layer}.weight_packed"].long()
-        codes = (words.unsqueeze(-1) >> torch.arange(0, 32, 4)) & 15
-        expected = (codes.flatten(1) - 8) * scale.repeat_interleave(GROUP, dim=1)
+        codes = codes_of(stored[f"{layer}.weight_packed"].long(), bits)
+        expected = codes * scale.repeat_interleave(GROUP, dim=1)
         weight = loaded.get_submodule(layer).weight.data
         torch.testing.assert_close(weight, expected.to(torch.bfloat16), rtol=0, atol=0)
         negative += int((scale < 0).sum())

@@ -62,6 +62,12 @@ class Needs:
         return self.originals or self.gradients or self.layers or self.tuning
 
     @property
+    def precisely(self) -> bool:
+        """Whether it compares outputs that may differ less than products in bf16 do from exact
+        ones: a tuned block differs from the original by what rounding to fewer bits leaves."""
+        return self.blocks and not self.tuning
+
+    @property
     def sees(self) -> bool:
         return self.inputs or self.outputs or self.attention or self.calls
 

@@ -23,6 +23,7 @@ from torch.nn import Linear, Module, Parameter
 from torch.nn.functional import linear
 
 from steelyard.algorithms.block import Block
+from steelyard.model.precision import product_dtype
 from steelyard.observers.padding import real_tokens, without_padding
 
 __all__ = ["TunedBlock"]
@@ -63,8 +64,9 @@ class TunedBlock:
             like = wide.get(x.dtype) or wide.setdefault(x.dtype, _cast(module, x.dtype))
             x = _quantized(like, x, "input", scheme.input_activations)
             weight = self.weights[name] if fixed is None else fixed
-            bias = None if module.bias is None else module.bias.to(x.dtype)
-            y = linear(x, weight.to(x.dtype), bias)
+            dtype = product_dtype(module, x.dtype)
+            bias = None if module.bias is None else module.bias.to(dtype)
+            y = linear(x.to(dtype), weight.to(dtype), bias).to(x.dtype)
             return _quantized(like, y, "output", scheme.output_activations)
 
         return forward

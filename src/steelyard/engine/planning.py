@@ -80,8 +80,9 @@ def plan_run(
         plan.route = "file by file, without data"
         plan.through = Ranks.current().broadcast(choose_device(plan, source.placement))
         plan.placing += filter(None, [plan.through.reason])
-    compares = any(algorithm.needs.blocks for algorithm in algorithms)
-    plan.forward = forward_dtype(source.dtype, source.placement.device, compares)
+    needs = [algorithm.needs for algorithm in algorithms]
+    compares, precisely = any(n.blocks for n in needs), any(n.precisely for n in needs)
+    plan.forward = forward_dtype(source.dtype, source.placement.device, compares, precisely)
     with_data = needs_data(algorithms) and options.statistics is None
     plan.errors += _taken_names(plan, source)
     plan.errors += _rewrites_first(algorithms)

@@ -8,7 +8,7 @@ import functools
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ __all__ = [
     "is_plain_linear",
     "multiplies_in_bf16",
     "multiplying_in",
+    "product_dtype",
     "return_memory",
     "rounded_once",
     "speed",
@@ -89,6 +90,11 @@ _PLAIN = (Linear.forward, _Bf16Linear.forward)
 def multiplies_in_bf16(module: Module) -> bool:
     """Whether a layer right below an fp32 module computes its product in bf16 (multiplying_in)."""
     return any(type(each) is _Bf16Linear for each in module.children())
+
+
+def product_dtype(layer: Linear, dtype: torch.dtype) -> torch.dtype:
+    """Return the type that a layer multiplies inputs of a type in (multiplying_in)."""
+    return torch.bfloat16 if type(layer) is _Bf16Linear else dtype
 
 
 @contextlib.contextmanager
@@ -200,7 +206,9 @@ class Forward:
         return value.bfloat16() if self.narrowed and is_input else value
 
 
-def forward_dtype(stored: torch.dtype, device: torch.device, compares: bool = False) -> Forward:
+def forward_dtype(
+    stored: torch.dtype, device: torch.device, compares: bool = False, precisely: bool | None = None
+) -> Forward:
     """Choose the type of the forward pass: that of the weights, or fp32 if it is faster or needed.
 
     Where bf16 is faster, the Linear layers of an fp32 model multiply in it.
@@ -209,7 +217,8 @@ def forward_dtype(stored: torch.dtype, device: torch.device, compares: bool = Fa
     flags of the processor: so every run on a machine decides alike, whatever else it does. The
     environment variable STEELYARD_FORWARD forces `fp32`, or `stored`.
 
-    compares: whether an algorithm compares outputs of a block, whose differences are small
+    compares:  whether an algorithm compares outputs of a block, whose differences are small
+    precisely: whether products in bf16 could hide such differences; None for the same
     """
     asked = os.environ.get("STEELYARD_FORWARD", "auto")
     if asked not in FORWARDS:
@@ -217,13 +226,16 @@ def forward_dtype(stored: torch.dtype, device: torch.device, compares: bool = Fa
         raise ValueError(f"STEELYARD_FORWARD must be one of {expected}, got {asked!r}")
     if device.type != "cpu":
         return Forward()
+    precisely = compares if precisely is None else precisely
     if stored.itemsize >= torch.float32.itemsize:
-        narrows = stored == torch.float32 and asked == "auto" and not compares
+        narrows = stored == torch.float32 and asked == "auto" and not precisely
         return _narrowed() if narrows else Forward()
     name = str(stored).removeprefix("torch.")
     if asked != "auto":
         wide, reason = asked == "fp32", "as STEELYARD_FORWARD asks"
     elif compares:
+        if stored == torch.bfloat16 and not precisely and (narrow := _narrowed()).narrowed:
+            return replace(narrow, wide=True)
         wide, reason = True, "since an algorithm compares outputs"
     else:
         fast = _fast(stored)
@@ -232,7 +244,7 @@ def forward_dtype(stored: torch.dtype, device: torch.device, compares: bool = Fa
 
 
 def _narrowed() -> Forward:
-    """Return how the layers of an fp32 model are computed."""
+    """Return how layers are computed whose residual stream is in fp32."""
     fast = _fast(torch.bfloat16)
     if fast is None:
         return Forward()
