@@ -56,16 +56,20 @@ class FixedOrderSum:
 
     def partial_sum(self, number: int) -> torch.Tensor:
         """Return the matrix to add a run's batches to, in place; numbers must not decrease."""
+        value, fresh = self.begin(number)
+        return value.zero_() if fresh else value
+
+    def begin(self, number: int) -> tuple[torch.Tensor, bool]:
+        """Return that matrix, and whether it holds nothing yet: then its contents do not matter."""
         last = self._partials[-1] if self._partials else None
         if last is None or last.stop <= number:
             self.extend([])
-            empty = self._spare.pop().zero_() if self._spare else self._zero()
+            empty = self._spare.pop() if self._spare else self._zero()
             self._partials.append(Partial(number, number + 1, empty))
-        elif not last.start == number == last.stop - 1 or last.value is None:
+            return empty, True
+        if not last.start == number == last.stop - 1 or last.value is None:
             raise ValueError(f"partial sum {number} comes after {last.stop - 1}")
-        value = self._partials[-1].value
-        assert value is not None
-        return value
+        return last.value, False
 
     def partials(self) -> list[Partial]:
         """Return the sums that remain to be joined with those of other ranks."""
@@ -94,7 +98,7 @@ class FixedOrderSum:
     def _sum(self, first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:
         if first is None or second is None:
             return second if first is None else first
-        self._spare = [second]
+        self._spare = [*self._spare[-1:], second]  # with the node and the total, three matrices
         return first.add_(second)
 
 

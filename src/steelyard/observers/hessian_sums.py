@@ -10,9 +10,10 @@ and odd batches have sums of their own, so that each half can judge a fit to the
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -193,16 +194,17 @@ class HessianSum:
                 x = x.float() * term.weights.to(self.device, torch.float32)[:, None]
             if indices:
                 sums = self._even if self.drifts and term.batch % 2 == 0 else self.slabs
-                accumulate([sums[index].partial_sum(term.partial_sum) for index in indices], x)
+                with _begun((sums[index] for index in indices), term) as (slabs, fresh):
+                    accumulate(slabs, x, fresh=fresh)
                 indices = ()  # not again in halves
             if of_drift:
                 if output is None:
                     output = self._output(term) if self.multiplied else self._off(term)
                 if output is not None:
                     drift = self._drift[term.batch % 2]
-                    slabs = [drift[index].partial_sum(term.partial_sum) for index in of_drift]
                     starts = [self._drift_starts[index] for index in of_drift]
-                    accumulate_product(slabs, starts, output, x)
+                    with _begun((drift[index] for index in of_drift), term) as (slabs, fresh):
+                        accumulate_product(slabs, starts, output, x, fresh=fresh)
         except torch.OutOfMemoryError:  # raised before the sum was changed
             if len(term.x) == 1:
                 raise
@@ -235,10 +237,15 @@ class HessianSum:
             if self.prior is not None:
                 for slab, prior in zip(slabs, self.prior.slabs, strict=True):
                     slab.add_(prior)
-            self._whole = symmetric(slabs)
-            self.slabs.clear()
-            self._even.clear()
+            return self._keep(symmetric(slabs))
         return self._whole
+
+    def _keep(self, whole: torch.Tensor) -> torch.Tensor:
+        """Keep the matrix instead of its slabs."""
+        self._whole = whole
+        self.slabs.clear()
+        self._even.clear()
+        return whole
 
     def halves(self) -> _Halves | None:
         """Return Hessians and drifts of even and odd batches; None without drift."""
@@ -263,9 +270,26 @@ class HessianSum:
         if held_out:
             self.dampening_frac = held_out_dampening(*halves[0], dampening_frac)
         hessians, drifts = halves
+        if self.prior is None:
+            self._keep(hessians[0] + hessians[1])
         self.fitted = InputDrift(
             hessians, drifts, self.tokens, dampening_frac, self.rows, self.multiplied
         )
+
+
+@contextlib.contextmanager
+def _begun(
+    sums: Iterable[FixedOrderSum], term: Term
+) -> Iterator[tuple[list[torch.Tensor], bool]]:
+    """Yield the slabs to add a term to, and whether they hold nothing yet."""
+    begun = [each.begin(term.partial_sum) for each in sums]
+    slabs, fresh = [slab for slab, _ in begun], all(is_fresh for _, is_fresh in begun)
+    try:
+        yield slabs, fresh
+    except torch.OutOfMemoryError:
+        for slab in slabs if fresh else ():  # what is added next is added to zeros
+            slab.zero_()
+        raise
 
 
 @dataclass(frozen=True)

@@ -190,6 +190,7 @@ struct ProductProblem {
     int64_t tokens, columns, left_stride, right_stride;
     const Slab* slabs;
     int64_t count;
+    bool fresh;  // slabs hold nothing yet: the product is written, not added
 };
 
 // Vectors of heads: element (batch, head, token, i) lies at data + sum of index * stride; i has stride 1.

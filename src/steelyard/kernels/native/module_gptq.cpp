@@ -190,9 +190,10 @@ void require_rows(const Tensor& x, const char* name) {
     }
 }
 
-// left: without it, right^T right on and above the diagonal; rows: the first row of each slab
+// left: without it, right^T right on and above the diagonal; rows: the first row of each slab;
+// fresh: slabs hold nothing yet
 void products(const std::optional<Tensor>& left, const Tensor& right, std::vector<Floats> slabs,
-              const std::vector<int64_t>& rows, const std::string& isa) {
+              const std::vector<int64_t>& rows, bool fresh, const std::string& isa) {
     require_rows(right, "right");
     ProductProblem p{};
     p.tokens = int64_t(right.shape(0));
@@ -220,6 +221,7 @@ void products(const std::optional<Tensor>& left, const Tensor& right, std::vecto
     }
     p.slabs = described.data();
     p.count = int64_t(described.size());
+    p.fresh = fresh;
     const Table& table = require_table(isa);
     if (table.products == nullptr) throw std::invalid_argument(isa + " has no product of matrices");
     nb::gil_scoped_release release;
@@ -248,7 +250,7 @@ void bind_gptq(nb::module_& m) {
     m.def("vector_sums", &vector_sums, nb::arg("vectors"), nb::arg("weights"), nb::arg("sums"),
           nb::arg("isa"), nb::arg("threads"));
     m.def("products", &products, nb::arg("left").none(), nb::arg("right"), nb::arg("slabs"),
-          nb::arg("rows"), nb::arg("isa"));
+          nb::arg("rows"), nb::arg("fresh"), nb::arg("isa"));
 }
 
 }  // namespace steelyard

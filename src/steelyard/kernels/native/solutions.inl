@@ -58,7 +58,8 @@ struct SolveTile {
 
 static void solve(const SolveProblem& p, int threads) {
     const int64_t count = (p.rows + TILE_WIDTH - 1) / TILE_WIDTH;
-    parallel_for(count, SOLVE_TILES, threads, [&](int64_t begin, int64_t end) {
+    const int64_t together = std::min(SOLVE_TILES, (count + threads - 1) / threads);
+    parallel_for(count, together, threads, [&](int64_t begin, int64_t end) {
         std::vector<SolveTile> tiles;
         for (int64_t t = begin; t < end; ++t) tiles.emplace_back(p, t * TILE_WIDTH);
         std::vector<float> above(p.both ? p.columns * SOLVE_PANEL : 0);
