@@ -57,7 +57,9 @@ class BlockOutputs:
         self.pool = pool
         self.dtype = dtype
         self.inputs: dict[str, torch.Tensor] = {}
-        self._wanted: dict[str, torch.Tensor] = {}  # what the modules put out in fp32, less the bias
+        self._wanted: dict[
+            str, torch.Tensor
+        ] = {}  # what the modules put out in fp32, less the bias
         self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._padding: torch.Tensor | None = None
         self._output: torch.Tensor | None = None
@@ -247,7 +249,8 @@ class BlockOutputs:
         x, scheme = self.inputs[name].to(weight.device).float(), module.quantization_scheme
         if quantized and scheme.input_activations is not None:
             x = forward_quantize(module, x[None], "input", scheme.input_activations)[0].float()
-        return (x @ weight.T).cpu()
+        product: torch.Tensor = x @ weight.T
+        return product.cpu()
 
 
 def _spread_out(x: torch.Tensor) -> torch.Tensor:

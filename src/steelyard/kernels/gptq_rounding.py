@@ -177,10 +177,10 @@ def solve(
         damped.diagonal().add_(added[back])
         steps = ScaleSteps.of(args, scale, global_scale)
         again, moved = refine(
-            original[back],
+            original.index_select(0, back),
             damped,
             grid,
-            values[back],
+            values.index_select(0, back),
             steps,
             rounds,
             None if native else blocks[1],

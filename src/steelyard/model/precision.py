@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import os
 import time
@@ -28,7 +27,6 @@ __all__ = [
     "is_plain_linear",
     "multiplies_in_bf16",
     "multiplying_in",
-    "return_memory",
     "rounded_once",
     "speed",
 ]
@@ -275,9 +273,3 @@ def speed(stored: torch.dtype) -> float:
         taken = time.thread_time() - started
         seconds[dtype] = min(taken, seconds.get(dtype, taken))
     return seconds[torch.float32] / seconds[stored]
-
-
-def return_memory() -> None:
-    """Return freed memory to the system; glibc would keep several layers' worth."""
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).malloc_trim(0)

@@ -13,8 +13,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch.nn import Embedding, Module, Parameter
 
+from steelyard.model.freed_memory import return_memory
 from steelyard.model.placement import CPU, Placement, free_bytes
-from steelyard.model.precision import return_memory
 from steelyard.model.stacks import Layer
 
 __all__ = ["WeightLoader"]

@@ -278,9 +278,7 @@ class HessianSum:
 
 
 @contextlib.contextmanager
-def _begun(
-    sums: Iterable[FixedOrderSum], term: Term
-) -> Iterator[tuple[list[torch.Tensor], bool]]:
+def _begun(sums: Iterable[FixedOrderSum], term: Term) -> Iterator[tuple[list[torch.Tensor], bool]]:
     """Yield the slabs to add a term to, and whether they hold nothing yet."""
     begun = [each.begin(term.partial_sum) for each in sums]
     slabs, fresh = [slab for slab, _ in begun], all(is_fresh for _, is_fresh in begun)
