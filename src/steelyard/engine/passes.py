@@ -100,8 +100,7 @@ class Passes:
 
     def _transform(self, algorithm: Any, part: Part, flow: Flow) -> None:
         """Run the batches for an algorithm, then let it change tensors."""
-        block = self._block(part, None, flow, part.changed)
-        work = self.solver.begin_transform(algorithm, block)
+        work = self.solver.begin_transform(algorithm, self._block(part, None, flow, part.changed))
         if work is None:
             return
         with computing_in(part.root, self.dtype):
