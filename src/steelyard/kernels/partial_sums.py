@@ -12,12 +12,13 @@ memory: the partial sum, the node and the total.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 
-__all__ = ["PARTIAL_SUMS", "FixedOrderSum", "Partial", "partial_sum_of"]
+__all__ = ["PARTIAL_SUMS", "FixedOrderSum", "Partial", "begun", "partial_sum_of"]
 
 PARTIAL_SUMS = 16
 _FAN = 4
@@ -100,6 +101,31 @@ class FixedOrderSum:
             return second if first is None else first
         self._spare = [*self._spare[-1:], second]  # with the node and the total, three matrices
         return first.add_(second)
+
+
+@contextlib.contextmanager
+def begun(sums: Iterable[FixedOrderSum], number: int) -> Iterator[tuple[list[torch.Tensor], bool]]:
+    """Yield the matrices of several sums to add a run's batches to, and whether they hold nothing.
+
+    They are zeros again if the device has no memory to write them.
+    """
+    found: list[tuple[torch.Tensor, bool]] = []
+    try:
+        for each in sums:
+            found.append(each.begin(number))
+        fresh = all(is_fresh for _, is_fresh in found)
+        if not fresh:
+            _clear(found)
+        yield [matrix for matrix, _ in found], fresh
+    except torch.OutOfMemoryError:
+        _clear(found)
+        raise
+
+
+def _clear(found: Iterable[tuple[torch.Tensor, bool]]) -> None:
+    for matrix, is_fresh in found:
+        if is_fresh:
+            matrix.zero_()
 
 
 def _without_gaps(partials: Iterable[Partial], at: int) -> Iterable[Partial]:

@@ -10,10 +10,9 @@ and odd batches have sums of their own, so that each half can judge a fit to the
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -29,7 +28,7 @@ from steelyard.kernels.hessian import (
     slab_starts,
     symmetric,
 )
-from steelyard.kernels.partial_sums import FixedOrderSum
+from steelyard.kernels.partial_sums import FixedOrderSum, begun
 
 __all__ = ["HessianSum", "Prior", "Term"]
 
@@ -194,7 +193,7 @@ class HessianSum:
                 x = x.float() * term.weights.to(self.device, torch.float32)[:, None]
             if indices:
                 sums = self._even if self.drifts and term.batch % 2 == 0 else self.slabs
-                with _begun((sums[index] for index in indices), term) as (slabs, fresh):
+                with begun((sums[index] for index in indices), term.partial_sum) as (slabs, fresh):
                     accumulate(slabs, x, fresh=fresh)
                 indices = ()  # not again in halves
             if of_drift:
@@ -203,7 +202,8 @@ class HessianSum:
                 if output is not None:
                     drift = self._drift[term.batch % 2]
                     starts = [self._drift_starts[index] for index in of_drift]
-                    with _begun((drift[index] for index in of_drift), term) as (slabs, fresh):
+                    some = (drift[index] for index in of_drift)
+                    with begun(some, term.partial_sum) as (slabs, fresh):
                         accumulate_product(slabs, starts, output, x, fresh=fresh)
         except torch.OutOfMemoryError:  # raised before the sum was changed
             if len(term.x) == 1:
@@ -275,19 +275,6 @@ class HessianSum:
         self.fitted = InputDrift(
             hessians, drifts, self.tokens, dampening_frac, self.rows, self.multiplied
         )
-
-
-@contextlib.contextmanager
-def _begun(sums: Iterable[FixedOrderSum], term: Term) -> Iterator[tuple[list[torch.Tensor], bool]]:
-    """Yield the slabs to add a term to, and whether they hold nothing yet."""
-    begun = [each.begin(term.partial_sum) for each in sums]
-    slabs, fresh = [slab for slab, _ in begun], all(is_fresh for _, is_fresh in begun)
-    try:
-        yield slabs, fresh
-    except torch.OutOfMemoryError:
-        for slab in slabs if fresh else ():  # what is added next is added to zeros
-            slab.zero_()
-        raise
 
 
 @dataclass(frozen=True)
