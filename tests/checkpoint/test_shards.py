@@ -208,3 +208,24 @@ def test_unknown_type(tmp_path: Path) -> None:
 def test_unknown_tensor(sharded: Path) -> None:
     with Shards(sharded) as shards, pytest.raises(CheckpointError, match="no tensor nothing"):
         shards.read("nothing")
+
+
+@pytest.mark.parametrize("rows", [3, 5000])  # read, and mapped
+def test_a_mapped_tensor_is_its_own(tmp_path: Path, rows: int) -> None:
+    large = torch.randn(rows, 900).bfloat16()
+    write(tmp_path, model={"a": torch.ones(3), "large": large})
+    before = (tmp_path / "model.safetensors").read_bytes()
+    with Shards(tmp_path) as shards:
+        mapped = shards.mapped("large")
+        assert torch.equal(mapped, large)
+    mapped[0] = 0.0
+    assert torch.equal(mapped[1:], large[1:])
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+
+
+def test_a_changed_file_is_not_mapped(tmp_path: Path) -> None:
+    write(tmp_path, model={"large": torch.randn(5000, 900).bfloat16()})
+    with Shards(tmp_path) as shards:
+        write(tmp_path, model={"large": torch.randn(5001, 900).bfloat16()})
+        with pytest.raises(CheckpointError, match="changed while it was in use"):
+            shards.mapped("large")

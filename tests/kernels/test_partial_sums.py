@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from steelyard.distributed import batches_of, partial_sums_of
-from steelyard.kernels.partial_sums import PARTIAL_SUMS, FixedOrderSum, partial_sum_of
+from steelyard.kernels.partial_sums import PARTIAL_SUMS, FixedOrderSum, begun, partial_sum_of
 
 
 def zero() -> torch.Tensor:
@@ -92,3 +92,19 @@ def test_partial_sums_come_in_order() -> None:
     total.partial_sum(3)
     with pytest.raises(ValueError, match="partial sum 1 comes after 3"):
         total.partial_sum(1)
+
+
+def test_sums_that_did_not_fit_begin_with_zeros() -> None:
+    first, second = FixedOrderSum(zero), FixedOrderSum(zero)
+    for number in range(3):  # so that the first has a matrix to use again
+        first.partial_sum(number).add_(1)
+    with pytest.raises(torch.OutOfMemoryError), begun([first], 3) as (matrices, fresh):
+        assert fresh
+        matrices[0].fill_(7)
+        raise torch.OutOfMemoryError
+    with begun([first, second], 3) as (matrices, fresh):
+        assert not fresh
+        for matrix in matrices:
+            matrix.add_(1)
+    assert torch.equal(first.total(), zero() + 4)
+    assert torch.equal(second.total(), zero() + 1)

@@ -116,6 +116,30 @@ def test_factor(isa: str, columns: int) -> None:
             assert_close(found, lengths, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("rows", [1, 64, 70, 330])
+@pytest.mark.parametrize("columns", [1, 5, 24, 25, 200])
+def test_solutions_and_sums(isa: str, rows: int, columns: int) -> None:
+    """Beside torch's in fp64; what is below the diagonal is not read."""
+    generator = torch.Generator().manual_seed(columns)
+    hessian, values = hessian_of(columns) / columns, torch.randn(columns, rows, generator=generator)
+    wide = torch.linalg.cholesky(hessian.double() + torch.eye(columns).double()).t()
+    upper = wide.float().contiguous() + torch.full((columns, columns), 7.0).tril(-1)
+    expected = torch.linalg.solve_triangular(wide, values.double(), upper=True)
+    found = compiled_gptq.solve(upper, values.clone(), both=False)
+    assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+    expected = torch.cholesky_solve(values.double(), wide, upper=True)
+    found = compiled_gptq.solve(upper, values.clone())
+    assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+    some = torch.cat([compiled_gptq.solve(upper, v.clone()) for v in values.split(1, 1)], 1)
+    assert torch.equal(some, found)  # whichever tile a vector is in
+    half = hessian.triu() + torch.full((columns, columns), float("nan")).tril(-1)
+    forms = (hessian.double() @ values.double() * values.double()).sum(0)
+    assert_close(compiled_gptq.vector_sums(values, half), forms, rtol=1e-4, atol=1e-5)
+    weights = torch.rand(columns, generator=generator)
+    squares = (values.double().square() * weights.double().unsqueeze(1)).sum(0)
+    assert_close(compiled_gptq.vector_sums(values, weights), squares, rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize("columns", [2, 97, 250])
 def test_a_matrix_without_a_factor(isa: str, columns: int) -> None:
     """The last direction of H is below zero, or not a number."""

@@ -129,3 +129,22 @@ def test_wrong_slabs_are_refused(isa: str, slabs: list[tuple[int, int]]) -> None
     x = torch.zeros(2, 4)
     with pytest.raises(ValueError, match=r"a slab must hold|no such rows"):
         accumulate([torch.zeros(shape) for shape in slabs], x, "compiled")
+
+
+@every_dtype
+@pytest.mark.parametrize("columns", [1, 33, 300])
+@pytest.mark.parametrize("tokens", [0, 1, 513])
+def test_fresh_slabs_are_written(
+    product_isa: str, tokens: int, columns: int, dtype: torch.dtype
+) -> None:
+    """The sums are those that zeros get, whatever the slabs held."""
+    x, left = inputs(tokens, columns, dtype), inputs(tokens, 50, dtype, 1)
+    slabs = [empty_slab(columns, start).fill_(7.0) for start in slab_starts(columns)]
+    accumulate(slabs, x, "compiled", fresh=True)
+    whole = torch.zeros(columns, columns)
+    for start, slab in zip(slab_starts(columns), slabs, strict=True):
+        whole[start : start + len(slab), start:] = slab
+    assert torch.equal(whole.triu(), upper(x))
+    rows = [torch.full((50, columns), 7.0)]
+    accumulate_product(rows, [0], left, x, "compiled", fresh=True)
+    assert torch.equal(rows[0], product(left, x))

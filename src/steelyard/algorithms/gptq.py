@@ -27,7 +27,7 @@ from steelyard.distributed import ThreadPool
 from steelyard.fusion import fused_groups
 from steelyard.kernels.gptq_rounding import GPTQResult, activation_order, solve
 from steelyard.kernels.hessian import output_square
-from steelyard.model.precision import return_memory
+from steelyard.model.freed_memory import return_memory
 from steelyard.modifiers import GPTQModifier
 from steelyard.modifiers.gptq import REGROUPING
 from steelyard.observers.hessians import Hessians

@@ -92,9 +92,27 @@ class Shards:
     def read(self, name: str) -> torch.Tensor:
         """Return a tensor in its own memory.
 
-        Mapping the file instead would count everything ever read as memory in use.
+        Mapping the file (`mapped`) would count everything ever read as memory in use.
         """
         return self.read_stored(self.info(name))
+
+    def mapped(self, name: str) -> torch.Tensor:
+        """Return a tensor that is read as far as it is used, such as rows of a large embedding.
+
+        Changes stay in memory.
+        """
+        info = self.info(name)
+        if info.nbytes < PIECE or info.offset % info.dtype.itemsize:
+            return self.read(name)
+        start = info.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        size = info.offset + info.nbytes - start
+        handle = self._descriptor(info.file)
+        try:
+            pages = mmap.mmap(handle, size, access=mmap.ACCESS_COPY, offset=start)
+        except (ValueError, OSError):  # a file system without maps
+            return self.read(name)
+        raw = torch.frombuffer(pages, dtype=torch.uint8, offset=info.offset - start)
+        return raw.view(info.dtype).reshape(info.shape)
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Return rows `start` to `stop` of a tensor; the others are not read."""
@@ -124,13 +142,7 @@ class Shards:
     def _fill(self, view: memoryview, info: TensorInfo, start: int) -> None:
         """Read bytes of a tensor from `start` on until the view is full."""
         file, done = info.file, 0
-        handle = self._open.descriptor(file)
-        now, before = os.fstat(handle), self._states[file]
-        if (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
-            raise CheckpointError(
-                f"{file} was changed while it was in use: it has {now.st_size:,} bytes, it had "
-                f"{before.st_size:,}; start again when nothing writes to it any more"
-            )
+        handle = self._descriptor(file)
         while done < len(view):
             try:
                 part = view[done : done + LARGEST_CALL]
@@ -143,6 +155,17 @@ class Shards:
                     "download it again"
                 )
             done += got
+
+    def _descriptor(self, file: Path) -> int:
+        """Return the descriptor of a file, which must be as it was when its header was read."""
+        handle = self._open.descriptor(file)
+        now, before = os.fstat(handle), self._states[file]
+        if (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+            raise CheckpointError(
+                f"{file} was changed while it was in use: it has {now.st_size:,} bytes, it had "
+                f"{before.st_size:,}; start again when nothing writes to it any more"
+            )
+        return handle
 
     def pieces(self, name: str) -> Iterator[memoryview]:
         """Yield the bytes of a tensor, a piece at a time; each is overwritten by the next."""

@@ -70,6 +70,9 @@ class CheckpointView(Shards):
         make = self._made.get(name)
         return super().read(name) if make is None else make()
 
+    def mapped(self, name: str) -> torch.Tensor:
+        return self.read(name) if name in self._made else super().mapped(name)
+
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         if name not in self._made:
             return super().read_rows(name, start, stop)

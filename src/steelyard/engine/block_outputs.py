@@ -57,6 +57,9 @@ class BlockOutputs:
         self.pool = pool
         self.dtype = dtype
         self.inputs: dict[str, torch.Tensor] = {}
+        self._wanted: dict[
+            str, torch.Tensor
+        ] = {}  # what the modules put out in fp32, less the bias
         self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._padding: torch.Tensor | None = None
         self._output: torch.Tensor | None = None
@@ -68,6 +71,7 @@ class BlockOutputs:
 
     def _forget(self) -> None:
         self.inputs.clear()
+        self._wanted.clear()
         self._call = self._output = None
 
     def _watch(self, flow: Flow) -> None:
@@ -107,24 +111,33 @@ class BlockOutputs:
     def _first_output(self, call: Any) -> None:
         """Run a call of the unquantized block, and keep it and the inputs of its modules."""
         self._call = replaced(call, _on_host)
-        with self._watched():
-            self._output = self._block_output(())
+        with self._watched(self._wanted), self._in_fp32():
+            self._output = self._block_output()
 
     @contextlib.contextmanager
-    def _watched(self) -> Iterator[None]:
-        """Keep the first inputs of the modules inside the context."""
+    def _watched(self, outputs: dict[str, torch.Tensor] | None = None) -> Iterator[None]:
+        """Keep the first inputs of the modules inside the context.
+
+        outputs: receives what each puts out, if it computes in fp32
+        """
         modules: dict[str, Any] = dict(self._modules())
         names = {module: name for name, module in modules.items() if isinstance(module, Linear)}
         self.inputs.clear()
 
-        def seen(module: Module, args: tuple[Any, ...]) -> None:
-            x = real_tokens(args[0], "input").detach().reshape(-1, args[0].shape[-1])
-            if len(x) and names[module] not in self.inputs:  # type: ignore[index]
-                self.inputs[names[module]] = _spread_out(x)  # type: ignore[index]
+        def seen(module: Any, args: tuple[Any, ...], output: torch.Tensor) -> None:
+            x, name = args[0], names[module]
+            rows = real_tokens(x, "input").detach().reshape(-1, x.shape[-1])
+            if not len(rows) or name in self.inputs:
+                return
+            self.inputs[name] = _spread_out(rows)
+            if outputs is not None:
+                found = real_tokens(output, "output").detach().reshape(-1, output.shape[-1])
+                found = _spread_out(found)
+                outputs[name] = found if module.bias is None else found - module.bias.cpu()
 
         with contextlib.ExitStack() as hooks:
             for module in names:
-                hooks.callback(module.register_forward_pre_hook(seen).remove)
+                hooks.callback(module.register_forward_hook(seen).remove)
             yield
 
     def _modules(self) -> Mapping[str, Module]:
@@ -139,20 +152,25 @@ class BlockOutputs:
 
         return self.pool.do([(0, call)])[0]
 
-    def _block_output(self, quantized: Iterable[Module]) -> torch.Tensor:
-        """Run the kept call in fp32: bf16 would round a large hidden state by more than the error.
+    @contextlib.contextmanager
+    def _in_fp32(self, quantized: Iterable[Module] = ()) -> Iterator[None]:
+        """Compute the block in fp32: bf16 would round a large hidden state by more than the error.
 
         quantized: modules to run as they are stored
         """
-        assert self._call is not None
-        args, kwargs = (replaced(each, self._brought) for each in self._call)
-        root = self.part.root
         with (
-            multiplying_in(root, None),
-            computing_in(root, torch.float32, scales=True),
+            multiplying_in(self.part.root, None),
+            computing_in(self.part.root, torch.float32, scales=True),
             rounded_once(quantized),
         ):
-            found: torch.Tensor = first_tensor(self._run(functools.partial(root, *args, **kwargs)))
+            yield
+
+    def _block_output(self) -> torch.Tensor:
+        """Run the kept call."""
+        assert self._call is not None
+        args, kwargs = (replaced(each, self._brought) for each in self._call)
+        call = functools.partial(self.part.root, *args, **kwargs)
+        found: torch.Tensor = first_tensor(self._run(call))
         return found.cpu()
 
     def _brought(self, value: Any) -> Any:
@@ -186,25 +204,53 @@ class BlockOutputs:
     def _errors(self, found: Mapping[str, ModuleResult]) -> Iterator[tuple[str, float]]:
         """Yield the output errors of modules, and under an empty name that of the block."""
         modules: dict[str, Any] = dict(self._modules())
-        for name, x in self.inputs.items():
-            # a weight that was changed in place cannot be compared any more
-            if name not in found or name not in modules or name in self.solver.adapted:
-                continue
-            if found[name].details.get(OUTPUT_ERROR) is not None:
-                continue
-            error = self._run(functools.partial(_output_error, modules[name], x))
-            if error is not None:
-                yield name, error
-        if self._output is None or self._call is None or not modules:
+        measured = [name for name in self.inputs if self._is_measured(name, modules, found)]
+        for name in measured:
+            if name not in self._wanted:
+                self._wanted[name] = self._run(functools.partial(self._product, name, modules))
+        runs = self._output is not None and self._call is not None and bool(modules)
+        if not (measured or runs):
+            return
+        with self._in_fp32(modules.values()):
+            for name in measured:
+                stored = self._run(functools.partial(self._product, name, modules, True))
+                error = _relative(stored, self._wanted[name], self._wanted[name])
+                if error is not None:
+                    yield name, error
+            output = self._block_output() if runs else None
+        if output is None or self._output is None or self._call is None:
             return
         args, kwargs = self._call
-        output = self._block_output(modules.values())
         hidden = args[0] if args else next(iter(kwargs.values()))
         added = self._output
         if isinstance(hidden, torch.Tensor) and hidden.shape == added.shape:
             added = added - hidden
         if (error := _relative(output, self._output, added)) is not None:
             yield "", error
+
+    def _is_measured(
+        self, name: str, modules: Mapping[str, Module], found: Mapping[str, ModuleResult]
+    ) -> bool:
+        """Whether to compute the output error of a module.
+
+        A weight that was changed in place cannot be compared any more.
+        """
+        known = name in found and name in modules and name not in self.solver.adapted
+        return known and found[name].details.get(OUTPUT_ERROR) is None
+
+    def _product(
+        self, name: str, modules: Mapping[str, Any], quantized: bool = False
+    ) -> torch.Tensor:
+        """Return what a module puts out for its inputs, less the bias, in fp32.
+
+        quantized: round its input as it is served
+        """
+        module, weight = modules[name], modules[name].weight.data.float()
+        x, scheme = self.inputs[name].to(weight.device).float(), module.quantization_scheme
+        if quantized and scheme.input_activations is not None:
+            x = forward_quantize(module, x[None], "input", scheme.input_activations)[0].float()
+        product: torch.Tensor = x @ weight.T
+        return product.cpu()
 
 
 def _spread_out(x: torch.Tensor) -> torch.Tensor:
@@ -230,19 +276,6 @@ def _is_plain(value: Any) -> bool:
     if type(value) is dict:
         return all(map(_is_plain, value.values()))
     return value is None or isinstance(value, (torch.Tensor, bool, int, float, str))
-
-
-def _output_error(module: Any, x: torch.Tensor) -> float | None:
-    """Return the error of what a module puts out as it is stored, weight and input rounded."""
-    scheme = module.quantization_scheme
-    weight = module.weight.data.float()
-    x = x.to(weight.device).float()
-    wanted = x @ weight.T
-    if scheme.weights is not None:
-        weight = forward_quantize(module, weight, "weight", scheme.weights).float()
-    if scheme.input_activations is not None:
-        x = forward_quantize(module, x[None], "input", scheme.input_activations)[0].float()
-    return _relative(x @ weight.T, wanted, wanted)
 
 
 def _relative(found: torch.Tensor, wanted: torch.Tensor, size: torch.Tensor) -> float | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 
+from steelyard.collector import passing_over
 from steelyard.distributed import together
 from steelyard.engine.oneshot_run import AddReport, OneshotRun
 from steelyard.engine.out_of_memory import with_smaller_batches
@@ -27,7 +28,8 @@ def quantize(options: Options, add_report: AddReport | None = None) -> Result:
 
     add_report: called with the result and the folder, before the folder is moved into place
     """
-    return with_smaller_batches(options, functools.partial(_quantize, add_report))
+    with passing_over():
+        return with_smaller_batches(options, functools.partial(_quantize, add_report))
 
 
 def _quantize(add_report: AddReport | None, options: Options, notes: list[str]) -> Result:

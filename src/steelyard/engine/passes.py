@@ -32,8 +32,9 @@ from steelyard.engine.stages import Staged
 from steelyard.errors import PipelineError
 from steelyard.fusion import fused_groups
 from steelyard.model.early_stop import StopAfter
+from steelyard.model.freed_memory import return_memory
 from steelyard.model.placeholders import first_tensor
-from steelyard.model.precision import Forward, computing_in, return_memory, rounded_once
+from steelyard.model.precision import Forward, computing_in, rounded_once
 from steelyard.observers.calibration import Calibration
 from steelyard.observers.lifecycle import with_schemes
 
@@ -99,8 +100,7 @@ class Passes:
 
     def _transform(self, algorithm: Any, part: Part, flow: Flow) -> None:
         """Run the batches for an algorithm, then let it change tensors."""
-        block = self._block(part, None, flow, part.changed)
-        work = self.solver.begin_transform(algorithm, block)
+        work = self.solver.begin_transform(algorithm, self._block(part, None, flow, part.changed))
         if work is None:
             return
         with computing_in(part.root, self.dtype):

@@ -232,10 +232,14 @@ def add_products(
     right: torch.Tensor,
     slabs: Sequence[torch.Tensor],
     starts: Sequence[int],
+    fresh: bool,
 ) -> None:
-    """Add left^T right to slabs; without `left`, right^T right on and above the diagonal."""
+    """Add left^T right to slabs; without `left`, right^T right on and above the diagonal.
+
+    fresh: slabs hold nothing yet
+    """
     rows = None if left is None else _by_token(left)
-    native().products(rows, _by_token(right), list(slabs), list(starts), instruction_set())
+    native().products(rows, _by_token(right), list(slabs), list(starts), fresh, instruction_set())
 
 
 def _by_token(x: torch.Tensor) -> torch.Tensor:

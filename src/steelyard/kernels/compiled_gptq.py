@@ -13,7 +13,16 @@ if TYPE_CHECKING:
     from steelyard.kernels.gptq_grid import Grid
     from steelyard.kernels.gptq_refine import ScaleSteps
 
-__all__ = ["cholesky", "columns", "eliminate", "nearest_errors", "refine", "squared_lengths"]
+__all__ = [
+    "cholesky",
+    "columns",
+    "eliminate",
+    "nearest_errors",
+    "refine",
+    "solve",
+    "squared_lengths",
+    "vector_sums",
+]
 
 
 def cholesky(
@@ -53,6 +62,28 @@ def squared_lengths(upper: torch.Tensor, errors: torch.Tensor, entries: int) -> 
     given = upper, errors.contiguous(), entries, lengths
     native().squared_lengths(*given, instruction_set(), threads(errors))
     return lengths
+
+
+def solve(upper: torch.Tensor, values: torch.Tensor, both: bool = True) -> torch.Tensor:
+    """Overwrite `values` with (U^T U)^-1 values and return it; without `both`, with U^-1 values.
+
+    upper:  (columns, columns), of which the upper triangle is read
+    values: (columns, rows), contiguous
+    """
+    native().solve(upper, values, both, instruction_set(), threads(values))
+    return values
+
+
+def vector_sums(vectors: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return x^T S x of every column x, or its squares times weights; (rows,), fp64.
+
+    vectors: (columns, rows)
+    weights: S, (columns, columns), of which the upper triangle is read; or (columns,)
+    """
+    sums = torch.empty(vectors.shape[1], dtype=torch.float64)
+    given = vectors.contiguous(), weights.contiguous(), sums
+    native().vector_sums(*given, instruction_set(), threads(vectors))
+    return sums
 
 
 def eliminate(

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import torch
 
+from steelyard.kernels import compiled_gptq
 from steelyard.kernels.backend import use_compiled
 from steelyard.kernels.gptq_factor import LowerFactor, UpperFactor
 
@@ -47,19 +48,15 @@ def held_out_dampening(even: torch.Tensor, odd: torch.Tensor, least: float) -> f
     back = torch.argsort(order)
     kind = UpperFactor if use_compiled(even) else LowerFactor
     columns, weights = _sample(len(order))
-    picked = torch.zeros(len(columns), len(order), device=even.device)
-    picked[torch.arange(len(columns)), columns] = 1.0
 
     def left(step: int) -> float:
         added = torch.full((len(order),), STEPS[step] * least, device=even.device)
         factor = kind.of(even, order, means[0], added)
         if factor is None:
             return float("inf")
-        lower = factor.lower
-        rows = torch.linalg.solve_triangular(lower, picked, upper=False, left=False)
-        rows = rows.index_select(1, back)
-        unexplained = ((rows / means[1]) @ odd * rows).sum(1, dtype=torch.float64)
-        pivots = lower.diagonal()[columns].double().square()
+        found = factor.inverse_rows(columns).index_select(0, back)
+        unexplained = _squares(found, odd) / means[1]
+        pivots = factor.pivots[columns].double().square()
         return float((weights.to(pivots) * pivots * unexplained).sum())
 
     # The sum has one minimum: two steps in the middle tell on which side of them it is.
@@ -67,6 +64,13 @@ def held_out_dampening(even: torch.Tensor, odd: torch.Tensor, least: float) -> f
     side = 3 if tried[2] < tried[1] else 0
     tried[side] = left(side)
     return least * STEPS[min(sorted(tried), key=tried.__getitem__)]
+
+
+def _squares(vectors: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """Return x^T S x of every column x of a matrix, fp64; S is symmetric."""
+    if use_compiled(vectors):
+        return compiled_gptq.vector_sums(vectors, matrix)
+    return (matrix @ vectors * vectors).sum(0, dtype=torch.float64)
 
 
 def _sample(count: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -85,7 +85,8 @@ class InputDrift:
         else:
             both = drifts[0] + drifts[1]
             shift = self._both.solved(both if self._multiplied else wide @ both)
-        if not bool(shift.isfinite().all()):
+        low, high = shift.aminmax()  # NaN if there is one
+        if not bool(low.isfinite() & high.isfinite()):
             return wide, 0.0
         return wide.add(shift, alpha=factor), factor
 
@@ -122,7 +123,11 @@ class _Factor:
             self.exists = _factorise(hessian, self.mean, self.added)
 
     def solved(self, moment: torch.Tensor) -> torch.Tensor:
-        """Return R H^-1; two solutions from the right are faster than `cholesky_solve`."""
+        """Return R H^-1."""
+        if use_compiled(moment):
+            values = (moment / self.mean).t().contiguous()
+            return compiled_gptq.solve(self._upper, values).t()
+        # two solutions from the right are faster than `cholesky_solve`
         half = torch.linalg.solve_triangular(
             self._upper, moment / self.mean, upper=True, left=False
         )
@@ -133,8 +138,13 @@ class _Factor:
 
     def cost(self, fit: torch.Tensor) -> float:
         """Return tr(G H G^T), without what was added to the diagonal."""
-        long = fit @ self._upper.triu().t()
-        return self.mean * (_inner(long, long) - self.added * _inner(fit, fit))
+        if use_compiled(fit):
+            lengths = compiled_gptq.squared_lengths(self._upper, fit.t(), len(self._upper))
+            square = float(lengths.sum())
+        else:
+            long = fit @ self._upper.triu().t()
+            square = _inner(long, long)
+        return self.mean * (square - self.added * _inner(fit, fit))
 
 
 def _factorise(hessian: torch.Tensor, mean: float, added: float) -> bool:

@@ -25,6 +25,13 @@ class Factor(Protocol):
         errors: (columns, rows), in the order of the factor
         """
 
+    def inverse_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return some rows of L^-1, as the columns of a matrix."""
+
+    @property
+    def pivots(self) -> torch.Tensor:
+        """The diagonal of L."""
+
 
 @dataclass(frozen=True)
 class LowerFactor:
@@ -51,6 +58,15 @@ class LowerFactor:
             lengths += block.square().sum(0, dtype=torch.float64)
         return lengths
 
+    def inverse_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        units = _units(self.lower, rows)
+        found: torch.Tensor = torch.linalg.solve_triangular(self.lower.t(), units, upper=True)
+        return found
+
+    @property
+    def pivots(self) -> torch.Tensor:
+        return self.lower.diagonal()
+
 
 @dataclass(frozen=True)
 class UpperFactor:
@@ -66,14 +82,23 @@ class UpperFactor:
         upper = compiled_gptq.cholesky(hessian, order, mean, added)
         return None if upper is None else cls(upper)
 
-    @property
-    def lower(self) -> torch.Tensor:
-        """L, of which the part above the diagonal has no meaning."""
-        return self.upper.t()
-
     def squared_lengths(self, errors: torch.Tensor, entries: int | None = None) -> torch.Tensor:
         count = len(errors) if entries is None else min(entries, len(errors))
         return compiled_gptq.squared_lengths(self.upper, errors, count)
+
+    def inverse_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        return compiled_gptq.solve(self.upper, _units(self.upper, rows), both=False)
+
+    @property
+    def pivots(self) -> torch.Tensor:
+        return self.upper.diagonal()
+
+
+def _units(factor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Return these columns of the unit matrix."""
+    units = factor.new_zeros(len(factor), len(rows))
+    units[rows, torch.arange(len(rows))] = 1.0
+    return units
 
 
 def factorise(

@@ -177,10 +177,10 @@ def solve(
         damped.diagonal().add_(added[back])
         steps = ScaleSteps.of(args, scale, global_scale)
         again, moved = refine(
-            original[back],
+            original.index_select(0, back),
             damped,
             grid,
-            values[back],
+            values.index_select(0, back),
             steps,
             rounds,
             None if native else blocks[1],
@@ -287,6 +287,8 @@ def _nearest_errors(
 
 def _damping(errors: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
     """Return the losses that dampening adds, (rows,), fp64."""
+    if use_compiled(errors):
+        return compiled_gptq.vector_sums(errors, added)
     return (errors.square() * added.unsqueeze(1)).sum(0, dtype=torch.float64)
 
 

@@ -41,19 +41,25 @@ def empty_slab(columns: int, start: int, device: torch.device | str = "cpu") -> 
     return torch.zeros(min(_ROWS, columns - start), columns - start, device=device)
 
 
-def accumulate(slabs: Sequence[torch.Tensor], x: torch.Tensor, backend: str | None = None) -> None:
+def accumulate(
+    slabs: Sequence[torch.Tensor],
+    x: torch.Tensor,
+    backend: str | None = None,
+    fresh: bool = False,
+) -> None:
     """Add x^T x to some of its slabs, in place; entries below the diagonal are undefined.
 
     slabs: each (rows, columns - its first row), fp32
     x:     (tokens, columns)
+    fresh: slabs hold nothing yet; their contents do not matter
     """
     starts = [x.shape[1] - slab.shape[1] for slab in slabs]
     if use_compiled(x, backend) and compiled.has_products():
-        compiled.add_products(None, x, slabs, starts)
+        compiled.add_products(None, x, slabs, starts, fresh)
         return
     wide = x.float()
     for slab, start in zip(slabs, starts, strict=True):
-        slab.addmm_(wide[:, start : start + len(slab)].t(), wide[:, start:])
+        slab.addmm_(wide[:, start : start + len(slab)].t(), wide[:, start:], beta=0 if fresh else 1)
 
 
 def accumulate_product(
@@ -62,6 +68,7 @@ def accumulate_product(
     left: torch.Tensor,
     right: torch.Tensor,
     backend: str | None = None,
+    fresh: bool = False,
 ) -> None:
     """Add left^T right to some of its rows, in place.
 
@@ -69,15 +76,16 @@ def accumulate_product(
     starts: the first row of each slab
     left:   (tokens, rows of the product)
     right:  (tokens, columns)
+    fresh:  slabs hold nothing yet; their contents do not matter
     """
     if left.dtype != right.dtype:
         left, right = left.float(), right.float()
     if use_compiled(right, backend) and compiled.has_products():
-        compiled.add_products(left, right, slabs, starts)
+        compiled.add_products(left, right, slabs, starts, fresh)
         return
     left, right = left.float(), right.float()
     for slab, start in zip(slabs, starts, strict=True):
-        slab.addmm_(left[:, start : start + len(slab)].t(), right)
+        slab.addmm_(left[:, start : start + len(slab)].t(), right, beta=0 if fresh else 1)
 
 
 def symmetric(slabs: Sequence[torch.Tensor]) -> torch.Tensor:

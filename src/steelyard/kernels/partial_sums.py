@@ -12,12 +12,13 @@ memory: the partial sum, the node and the total.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 
-__all__ = ["PARTIAL_SUMS", "FixedOrderSum", "Partial", "partial_sum_of"]
+__all__ = ["PARTIAL_SUMS", "FixedOrderSum", "Partial", "begun", "partial_sum_of"]
 
 PARTIAL_SUMS = 16
 _FAN = 4
@@ -56,16 +57,20 @@ class FixedOrderSum:
 
     def partial_sum(self, number: int) -> torch.Tensor:
         """Return the matrix to add a run's batches to, in place; numbers must not decrease."""
+        value, fresh = self.begin(number)
+        return value.zero_() if fresh else value
+
+    def begin(self, number: int) -> tuple[torch.Tensor, bool]:
+        """Return that matrix, and whether it holds nothing yet: then its contents do not matter."""
         last = self._partials[-1] if self._partials else None
         if last is None or last.stop <= number:
             self.extend([])
-            empty = self._spare.pop().zero_() if self._spare else self._zero()
+            empty = self._spare.pop() if self._spare else self._zero()
             self._partials.append(Partial(number, number + 1, empty))
-        elif not last.start == number == last.stop - 1 or last.value is None:
+            return empty, True
+        if not last.start == number == last.stop - 1 or last.value is None:
             raise ValueError(f"partial sum {number} comes after {last.stop - 1}")
-        value = self._partials[-1].value
-        assert value is not None
-        return value
+        return last.value, False
 
     def partials(self) -> list[Partial]:
         """Return the sums that remain to be joined with those of other ranks."""
@@ -94,8 +99,33 @@ class FixedOrderSum:
     def _sum(self, first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:
         if first is None or second is None:
             return second if first is None else first
-        self._spare = [second]
+        self._spare = [*self._spare[-1:], second]  # with the node and the total, three matrices
         return first.add_(second)
+
+
+@contextlib.contextmanager
+def begun(sums: Iterable[FixedOrderSum], number: int) -> Iterator[tuple[list[torch.Tensor], bool]]:
+    """Yield the matrices of several sums to add a run's batches to, and whether they hold nothing.
+
+    They are zeros again if the device has no memory to write them.
+    """
+    found: list[tuple[torch.Tensor, bool]] = []
+    try:
+        for each in sums:
+            found.append(each.begin(number))
+        fresh = all(is_fresh for _, is_fresh in found)
+        if not fresh:
+            _clear(found)
+        yield [matrix for matrix, _ in found], fresh
+    except torch.OutOfMemoryError:
+        _clear(found)
+        raise
+
+
+def _clear(found: Iterable[tuple[torch.Tensor, bool]]) -> None:
+    for matrix, is_fresh in found:
+        if is_fresh:
+            matrix.zero_()
 
 
 def _without_gaps(partials: Iterable[Partial], at: int) -> Iterable[Partial]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import os
 import time
@@ -29,7 +28,6 @@ __all__ = [
     "multiplies_in_bf16",
     "multiplying_in",
     "product_dtype",
-    "return_memory",
     "rounded_once",
     "speed",
 ]
@@ -287,9 +285,3 @@ def speed(stored: torch.dtype) -> float:
         taken = time.thread_time() - started
         seconds[dtype] = min(taken, seconds.get(dtype, taken))
     return seconds[torch.float32] / seconds[stored]
-
-
-def return_memory() -> None:
-    """Return freed memory to the system; glibc would keep several layers' worth."""
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).malloc_trim(0)

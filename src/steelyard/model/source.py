@@ -265,11 +265,17 @@ class Source:
         with self.loader.loaded(module, prefix, excluded, skip):
             yield
 
-    def _read(self, name: str, parameter: Parameter | None) -> torch.Tensor | None:
-        """Return a tensor of the model from the files; None if they do not hold it."""
+    def _read(
+        self, name: str, parameter: Parameter | None, looked_up: bool = False
+    ) -> torch.Tensor | None:
+        """Return a tensor of the model from the files; None if they do not hold it.
+
+        looked_up: a few of its rows may be all that is used
+        """
         assert self.shards is not None
         if name in self.keys:
-            return self.shards.read(self.keys[name])
+            key = self.keys[name]
+            return self.shards.mapped(key) if looked_up else self.shards.read(key)
         if name not in self.joined:
             return None
         assert parameter is not None

@@ -11,15 +11,15 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
-from torch.nn import Module, Parameter
+from torch.nn import Embedding, Module, Parameter
 
+from steelyard.model.freed_memory import return_memory
 from steelyard.model.placement import CPU, Placement, free_bytes
-from steelyard.model.precision import return_memory
 from steelyard.model.stacks import Layer
 
 __all__ = ["WeightLoader"]
 
-Read = Callable[[str, Parameter | None], torch.Tensor | None]
+Read = Callable[[str, Parameter | None, bool], torch.Tensor | None]
 Wanted = list[tuple[Module, str, str]]
 """Module, leaf, and the whole name of a parameter."""
 
@@ -29,7 +29,8 @@ _ROOM = 4  # blocks that must fit into the free memory of the device, to bring o
 class WeightLoader:
     """Holds the weights of a module on the device.
 
-    read:      returns a parameter from the files, by its name in the model; None if they lack it
+    read:      returns a parameter from the files, by its name in the model; None if they lack it;
+               the last argument tells that few rows of it may be used
     placement: the device
     """
 
@@ -74,7 +75,8 @@ class WeightLoader:
         """Return a parameter on the device: as it was read ahead, or from the files."""
         reading = self._ahead.pop(name, None)
         if reading is None:
-            value = self.read(name, parent._parameters[name.rpartition(".")[2]])
+            looked_up = isinstance(parent, Embedding) and self.placement.is_host
+            value = self.read(name, parent._parameters[name.rpartition(".")[2]], looked_up)
         else:
             value = reading.result()
             if value is not None and value.device == self.placement.device:
@@ -110,7 +112,7 @@ class WeightLoader:
     def _read_ahead(
         self, name: str, parameter: Parameter | None, fits: bool
     ) -> torch.Tensor | None:
-        value = self.read(name, parameter)
+        value = self.read(name, parameter, False)
         if value is None:
             return None
         return self.placement.bring_ahead(value) if fits else value

@@ -28,7 +28,7 @@ from steelyard.kernels.hessian import (
     slab_starts,
     symmetric,
 )
-from steelyard.kernels.partial_sums import FixedOrderSum
+from steelyard.kernels.partial_sums import FixedOrderSum, begun
 
 __all__ = ["HessianSum", "Prior", "Term"]
 
@@ -193,16 +193,18 @@ class HessianSum:
                 x = x.float() * term.weights.to(self.device, torch.float32)[:, None]
             if indices:
                 sums = self._even if self.drifts and term.batch % 2 == 0 else self.slabs
-                accumulate([sums[index].partial_sum(term.partial_sum) for index in indices], x)
+                with begun((sums[index] for index in indices), term.partial_sum) as (slabs, fresh):
+                    accumulate(slabs, x, fresh=fresh)
                 indices = ()  # not again in halves
             if of_drift:
                 if output is None:
                     output = self._output(term) if self.multiplied else self._off(term)
                 if output is not None:
                     drift = self._drift[term.batch % 2]
-                    slabs = [drift[index].partial_sum(term.partial_sum) for index in of_drift]
                     starts = [self._drift_starts[index] for index in of_drift]
-                    accumulate_product(slabs, starts, output, x)
+                    some = (drift[index] for index in of_drift)
+                    with begun(some, term.partial_sum) as (slabs, fresh):
+                        accumulate_product(slabs, starts, output, x, fresh=fresh)
         except torch.OutOfMemoryError:  # raised before the sum was changed
             if len(term.x) == 1:
                 raise
@@ -235,10 +237,15 @@ class HessianSum:
             if self.prior is not None:
                 for slab, prior in zip(slabs, self.prior.slabs, strict=True):
                     slab.add_(prior)
-            self._whole = symmetric(slabs)
-            self.slabs.clear()
-            self._even.clear()
+            return self._keep(symmetric(slabs))
         return self._whole
+
+    def _keep(self, whole: torch.Tensor) -> torch.Tensor:
+        """Keep the matrix instead of its slabs."""
+        self._whole = whole
+        self.slabs.clear()
+        self._even.clear()
+        return whole
 
     def halves(self) -> _Halves | None:
         """Return Hessians and drifts of even and odd batches; None without drift."""
@@ -263,6 +270,8 @@ class HessianSum:
         if held_out:
             self.dampening_frac = held_out_dampening(*halves[0], dampening_frac)
         hessians, drifts = halves
+        if self.prior is None:
+            self._keep(hessians[0] + hessians[1])
         self.fitted = InputDrift(
             hessians, drifts, self.tokens, dampening_frac, self.rows, self.multiplied
         )

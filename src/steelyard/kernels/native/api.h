@@ -143,6 +143,22 @@ struct LengthsProblem {
     double* lengths;      // (rows,)
 };
 
+// Replaces vectors x, the columns of a matrix, by (U^T U)^-1 x.
+struct SolveProblem {
+    int64_t rows, columns;
+    const float* upper;  // as in GptqProblem
+    bool both;           // else U^-1 x
+    float* values;       // (columns, rows)
+};
+
+// Sums over the entries of each of some vectors.
+struct VectorsProblem {
+    int64_t rows, columns;
+    const float* vectors;  // (columns, rows)
+    const float* weights;  // (columns,), or a symmetric matrix whose upper triangle is read
+    double* sums;          // (rows,)
+};
+
 // One round over columns after GPTQ, in blocks of whole groups, or of columns without scales that move.
 struct RefineProblem {
     int64_t rows, columns;
@@ -174,6 +190,7 @@ struct ProductProblem {
     int64_t tokens, columns, left_stride, right_stride;
     const Slab* slabs;
     int64_t count;
+    bool fresh;  // slabs hold nothing yet: the product is written, not added
 };
 
 // Vectors of heads: element (batch, head, token, i) lies at data + sum of index * stride; i has stride 1.
@@ -222,6 +239,9 @@ struct Table {
     void (*gptq)(const GptqProblem&, int threads);
     void (*squared_lengths)(const LengthsProblem&, int threads);
     void (*refine)(const RefineProblem&, int threads);
+    void (*solve)(const SolveProblem&, int threads);
+    void (*quadratic_forms)(const VectorsProblem&, int threads);
+    void (*weighted_squares)(const VectorsProblem&, int threads);
     void (*products)(const ProductProblem&);  // null: none
     void (*attention)(const AttentionProblem&, int threads);  // null: none
     void (*histogram)(const View&, const int64_t* rows, int64_t count, int64_t* histogram, int threads);

@@ -57,6 +57,8 @@ namespace {
 
 #include "cholesky.inl"
 
+#include "solutions.inl"
+
 #include "gptq.inl"
 
 #include "refine.inl"
@@ -74,7 +76,8 @@ const Table JOIN(STEELYARD_ISA, _table) = {
     TEXT(STEELYARD_ISA),    STEELYARD_ISA::range,       STEELYARD_ISA::qparams, STEELYARD_ISA::search,
     STEELYARD_ISA::optimal, STEELYARD_ISA::sum_squares, STEELYARD_ISA::pack,
     STEELYARD_ISA::cholesky, STEELYARD_ISA::columns, STEELYARD_ISA::gptq, STEELYARD_ISA::squared_lengths,
-    STEELYARD_ISA::refine, STEELYARD_ISA::products, nullptr,
+    STEELYARD_ISA::refine, STEELYARD_ISA::solve, STEELYARD_ISA::quadratic_forms,
+    STEELYARD_ISA::weighted_squares, STEELYARD_ISA::products, nullptr,
     STEELYARD_ISA::histogram,  STEELYARD_ISA::range_costs,
 };
 

@@ -75,6 +75,38 @@ void squared_lengths(ConstFloats upper, ConstFloats errors, int64_t entries, Dou
     table.squared_lengths(p, threads);
 }
 
+void solve(ConstFloats upper, Floats values, bool both, const std::string& isa, int threads) {
+    require_matrix(values, "values");
+    SolveProblem p{};
+    p.columns = int64_t(values.shape(0));
+    p.rows = int64_t(values.shape(1));
+    require_size(upper, p.columns * p.columns, "upper");
+    p.upper = upper.data();
+    p.both = both;
+    p.values = values.data();
+    const Table& table = require_table(isa);
+    nb::gil_scoped_release release;
+    table.solve(p, threads);
+}
+
+// weights: a symmetric matrix, or one weight for each entry
+void vector_sums(ConstFloats vectors, ConstFloats weights, Doubles sums, const std::string& isa,
+                 int threads) {
+    require_matrix(vectors, "vectors");
+    VectorsProblem p{};
+    p.columns = int64_t(vectors.shape(0));
+    p.rows = int64_t(vectors.shape(1));
+    const bool is_matrix = weights.ndim() == 2;
+    require_size(weights, is_matrix ? p.columns * p.columns : p.columns, "weights");
+    require_size(sums, p.rows, "sums");
+    p.vectors = vectors.data();
+    p.weights = weights.data();
+    p.sums = sums.data();
+    const Table& table = require_table(isa);
+    nb::gil_scoped_release release;
+    is_matrix ? table.quadratic_forms(p, threads) : table.weighted_squares(p, threads);
+}
+
 void gptq(ConstFloats weight, std::optional<ConstFloats> upper, ConstFloats added, ConstFloats scale,
           std::optional<ConstFloats> zero_point, Indices group, const Format& format, int type,
           bool round_quotient, bool tight, std::optional<Floats> values, std::optional<Floats> errors,
@@ -158,9 +190,10 @@ void require_rows(const Tensor& x, const char* name) {
     }
 }
 
-// left: without it, right^T right on and above the diagonal; rows: the first row of each slab
+// left: without it, right^T right on and above the diagonal; rows: the first row of each slab;
+// fresh: slabs hold nothing yet
 void products(const std::optional<Tensor>& left, const Tensor& right, std::vector<Floats> slabs,
-              const std::vector<int64_t>& rows, const std::string& isa) {
+              const std::vector<int64_t>& rows, bool fresh, const std::string& isa) {
     require_rows(right, "right");
     ProductProblem p{};
     p.tokens = int64_t(right.shape(0));
@@ -188,6 +221,7 @@ void products(const std::optional<Tensor>& left, const Tensor& right, std::vecto
     }
     p.slabs = described.data();
     p.count = int64_t(described.size());
+    p.fresh = fresh;
     const Table& table = require_table(isa);
     if (table.products == nullptr) throw std::invalid_argument(isa + " has no product of matrices");
     nb::gil_scoped_release release;
@@ -211,8 +245,12 @@ void bind_gptq(nb::module_& m) {
           nb::arg("zero_point").none(), nb::arg("group"), nb::arg("first"), nb::arg("last"),
           nb::arg("block"), nb::arg("format"), nb::arg("type"), nb::arg("round_quotient"),
           nb::arg("tight"), nb::arg("fit"), nb::arg("values"), nb::arg("isa"), nb::arg("threads"));
+    m.def("solve", &solve, nb::arg("upper"), nb::arg("values"), nb::arg("both"), nb::arg("isa"),
+          nb::arg("threads"));
+    m.def("vector_sums", &vector_sums, nb::arg("vectors"), nb::arg("weights"), nb::arg("sums"),
+          nb::arg("isa"), nb::arg("threads"));
     m.def("products", &products, nb::arg("left").none(), nb::arg("right"), nb::arg("slabs"),
-          nb::arg("rows"), nb::arg("isa"));
+          nb::arg("rows"), nb::arg("fresh"), nb::arg("isa"));
 }
 
 }  // namespace steelyard

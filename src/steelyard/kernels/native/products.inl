@@ -82,10 +82,10 @@ struct Panels {
     }
 };
 
-// Adds a tile of the product, from row and column on, to a slab.
+// Adds a tile of the product, from row and column on, to a slab; writes it to a fresh one.
 template <class Step>
 static void add_tile(const float* a, const float* b, int64_t steps, const Slab& slab, int64_t row,
-                     int64_t column, int64_t columns) {
+                     int64_t column, int64_t columns, bool fresh) {
     const int64_t width = columns - slab.column;
     float* to = slab.data + (row - slab.row) * width + (column - slab.column);
     const bool whole = row >= slab.row && row + TILE_ROWS <= slab.row + slab.rows &&
@@ -107,7 +107,7 @@ static void add_tile(const float* a, const float* b, int64_t steps, const Slab& 
         for (int r = 0; r < TILE_ROWS; ++r) {
             for (int v = 0; v < TILE_VECTORS; ++v) {
                 vf* place = reinterpret_cast<vf*>(to + r * width + v * LANES);
-                *place = *place + sums[r][v];
+                *place = fresh ? sums[r][v] : *place + sums[r][v];
             }
         }
         return;
@@ -117,7 +117,8 @@ static void add_tile(const float* a, const float* b, int64_t steps, const Slab& 
     for (int64_t r = 0; r < TILE_ROWS; ++r) {
         if (row + r < slab.row || row + r >= slab.row + slab.rows) continue;
         for (int64_t c = 0; c < PANEL; ++c) {
-            if (column + c >= slab.column && column + c < columns) to[r * width + c] += spilled[r][c];
+            if (column + c < slab.column || column + c >= columns) continue;
+            to[r * width + c] = fresh ? spilled[r][c] : to[r * width + c] + spilled[r][c];
         }
     }
 }
@@ -130,6 +131,10 @@ static void add_products(const ProductProblem& p) {
         from = std::min(from, p.slabs[s].row);
         to = std::max(to, p.slabs[s].row + p.slabs[s].rows);
         column = std::min(column, p.slabs[s].column);
+    }
+    for (int64_t s = 0; p.fresh && p.tokens == 0 && s < p.count; ++s) {
+        const Slab& slab = p.slabs[s];
+        std::fill(slab.data, slab.data + slab.rows * (p.columns - slab.column), 0.0f);
     }
     const bool symmetric = p.left == nullptr;
     const Panels<Step, T> right(p.right, p.right_stride, symmetric ? from : column, p.columns);
@@ -149,7 +154,7 @@ static void add_products(const ProductProblem& p) {
                                               : slab.row + slab.rows;
                 for (int64_t row = slab.row / TILE_ROWS * TILE_ROWS; row < end; row += TILE_ROWS) {
                     add_tile<Step>(left.panel(row / PANEL) + row % PANEL, right.panel(n), steps, slab,
-                                   row, n * PANEL, p.columns);
+                                   row, n * PANEL, p.columns, p.fresh && token == 0);
                 }
             }
         }
