@@ -453,7 +453,8 @@ def main() -> None:
         table = TABLES[kind](json.loads(path.read_text(encoding="utf-8")))
         start = START.format(path.stem)
         if start not in text:
-            text += f"\n{start}\n{END}\n"
+            print(f"{path.name}: the page has no marker for it, {start}")
+            continue
         head, _, rest = text.partition(start)
         tail = rest.partition(END)[2]
         text = f"{head}{start}\n\n{table}\n\n{END}{tail}"

@@ -139,7 +139,8 @@ def peer(model: str, name: str, tokens: str, output: str) -> dict[str, Any]:
     groups = {"group_0": {"targets": ["Linear"], **SCHEMES[scheme]}}
     last: dict[str, Any] = {"config_groups": groups, "ignore": ["lm_head"]}
     smoothing = [["re:.*q_proj", "re:.*k_proj", "re:.*v_proj"], "re:.*input_layernorm"]
-    second = [["re:.*gate_proj", "re:.*up_proj"], "re:.*post_attention_layernorm"]
+    before = "pre_feedforward" if "gemma" in Path(model).name else "post_attention"
+    second = [["re:.*gate_proj", "re:.*up_proj"], f"re:.*{before}_layernorm"]
     recipes: dict[str, Any] = {
         "AWQ": lambda: [AWQModifier(**last)],
         "SmoothQuant 0.8, GPTQ": lambda: [

@@ -70,6 +70,13 @@ CASES: dict[str, dict] = {
         "scheme": {"targets": ["Linear"], "weights": INT4},
         "observers": {"peer": "imatrix_mse", "ours": "optimal"},
     },
+    "W4A16 group 64, GPTQ without drift correction and refinement": {
+        "calibrated": True,
+        "wanted": 2.5,
+        "modifier": "GPTQModifier",
+        "options": {"ours": {"drift_correction": False, "refinements": 0}},
+        "scheme": {"targets": ["Linear"], "weights": INT4},
+    },
 }
 
 
@@ -113,7 +120,8 @@ def run_side(side: str, name: str, model: str, tokens: str, output: str) -> None
         weights = scheme["weights"] | {"observer": case["observers"][side]}
         scheme = scheme | {"weights": weights}
     main = modifiers[case.get("modifier", "QuantizationModifier")]
-    recipe = [main(config_groups={"group_0": scheme}, ignore=["lm_head"])]
+    more = case.get("options", {}).get(side, {})
+    recipe = [main(config_groups={"group_0": scheme}, ignore=["lm_head"], **more)]
     if case.get("gathers") and side == "ours":
         recipe.insert(0, modifiers["IMatrixGatherer"]())
     oneshot(model=model, recipe=recipe, output_dir=output, **options)
