@@ -1,4 +1,4 @@
-"""What each part of GPTQ is worth: weights of columns, signed scales, drift, dampening, tuning.
+"""What each part of GPTQ is worth: weights of columns and tokens, signs, drift, dampening, tuning.
 
 Each row is a process of its own that quantizes MODEL to int4 with the same calibration tokens and
 compares the decoded weights with the original, on held-out text of the calibration's domain and on
@@ -24,15 +24,17 @@ from whole_run import asked, beginning, mean_and_error, processor, versions
 
 EVALUATED, HELD_OUT = 8, 6_000_000  # samples of each text, and where they begin
 
+ALIKE = {"token_weights": False}  # as before there were any
 ROWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "as before": (
-        {"drift_correction": False},
+        {"drift_correction": False, **ALIKE},
         {"negative_scales": False, "importance_power": 1.0},
     ),
-    "root of E[x^2]": ({"drift_correction": False}, {"negative_scales": False}),
-    "and signed scales": ({"drift_correction": False}, {}),
-    "and drift correction": ({"held_out_dampening": False}, {}),
-    "and held-out dampening (default)": ({}, {}),
+    "root of E[x^2]": ({"drift_correction": False, **ALIKE}, {"negative_scales": False}),
+    "and signed scales": ({"drift_correction": False, **ALIKE}, {}),
+    "and drift correction": ({"held_out_dampening": False, **ALIKE}, {}),
+    "and held-out dampening": (ALIKE, {}),
+    "and token weights (default)": ({}, {}),
     "and tuning, 50 steps a block": ({"iters": 50}, {}),
 }
 
@@ -95,14 +97,14 @@ def _log_probabilities(model: Any, ids: Any) -> list[Any]:
         return [each.log_softmax(-1).half() for each in logits]
 
 
-def _divergence(before: list[Any], after: list[Any]) -> dict[str, float]:
-    """Return the mean KL divergence over samples, and its standard error."""
+def _divergence(before: list[Any], after: list[Any]) -> dict[str, Any]:
+    """Return the KL divergence of each sample, their mean, and its standard error."""
     means = []
     for p, q in zip(before, after, strict=True):
         p, q = p.float(), q.float()
         means.append(float((p.exp() * (p - q)).sum(-1).mean()))
     kl, error = mean_and_error(means)
-    return {"kl": kl, "error": error}
+    return {"kl": kl, "error": error, "samples": means}
 
 
 def tokenize(model: str, text: str, other: str, samples: str, output: str) -> None:
@@ -166,6 +168,10 @@ def main() -> None:
             texts = {key: each for key, each in results[name].items() if isinstance(each, dict)}
             shown = "  ".join(f"{k} {v['kl']:.4f} ± {v['error']:.4f}" for k, v in texts.items())
             print(f"{name:32} {shown}  CPU {results[name]['cpu_seconds']:.0f} s", flush=True)
+            for key in texts if len(results) > 1 else ():
+                above = [row[key]["samples"] for row in list(results.values())[-2:]]
+                off = mean_and_error([b - a for a, b in zip(*above, strict=True)])
+                print(f"    {key}, above the row before: {off[0]:+.4f} ± {off[1]:.4f}", flush=True)
     if options.json:
         outcome = {
             "model": options.model.name,

@@ -253,7 +253,7 @@ def test_short_passes_change_nothing(
     calls.clear()
     with monkeypatch.context() as patch:
         patch.setattr(torch.nn.functional, "linear", counting)
-        patch.setattr(Passes, "_until_seen", lambda *_: contextlib.nullcontext())
+        patch.setattr(passes, "until_seen", lambda *_: contextlib.nullcontext())
         patch.setattr(passes, "rounded_once", lambda _: contextlib.nullcontext())
         oneshot(source, modifier, correlated(), tmp_path / "long")
     assert short == len(calls) - 3 * 11  # one for each layer and sample, but for the first sample

@@ -308,8 +308,14 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @torch.no_grad()
-def expected_weights(source: Path, scales: Path, staged: bool) -> dict[str, torch.Tensor]:
-    """Every weight in turn, with a forward of the whole model from its start for each stage."""
+def expected_weights(
+    source: Path, scales: Path, ours: dict[str, torch.Tensor], staged: bool, weighed: bool
+) -> dict[str, torch.Tensor]:
+    """Every weight in turn, with a forward of the whole model from its start for each stage.
+
+    ours:    weights to go on with, so that a tie that went the other way has no consequences
+    weighed: divide each token by the size of the hidden state, but for q, k and v
+    """
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     stored = read(scales)
     plain = QuantizationModifier(config_groups=groups(observer="memoryless_minmax"))
@@ -321,16 +327,26 @@ def expected_weights(source: Path, scales: Path, staged: bool) -> dict[str, torc
         for stage in STAGES:
             first = layer.get_submodule(stage[0])
             seen: list[torch.Tensor] = []
-            hook = first.register_forward_pre_hook(lambda _m, a, s=seen: s.append(a[0].double()))
+            hidden: list[torch.Tensor] = []
+            hooks = [
+                each.register_forward_pre_hook(lambda _m, a, s=some: s.append(a[0][0].double()))
+                for each, some in ((first, seen), (layer, hidden))
+            ]
             for batch in tokens():
                 model(batch)
-            hook.remove()
-            hessian = sum(x[0].t() @ x[0] for x in seen).float()
+            for hook in hooks:
+                hook.remove()
+            counts = [torch.ones(len(x), dtype=torch.float64) for x in seen]
+            if weighed and stage != STAGES[0]:
+                counts = [1 / x.square().mean(-1) for x in hidden]
+                counts = [each / each.mean() for each in counts]
+            pairs = zip(seen, counts, strict=True)
+            hessian = sum(x.t() @ (count[:, None] * x) for x, count in pairs).float()
             for name in stage:
                 module, full = layer.get_submodule(name), f"model.layers.{index}.{name}"
                 scale, order = stored[f"{full}.weight_scale"], activation_order(hessian)
                 found[full] = solve(module.weight, hessian, scale, None, args, order=order).weight
-                solved[module] = found[full]
+                solved[module] = ours[full]
             for module in list(solved) if staged else ():
                 module.weight.copy_(solved.pop(module))
         for module, weight in solved.items():
@@ -338,18 +354,23 @@ def expected_weights(source: Path, scales: Path, staged: bool) -> dict[str, torc
     return found
 
 
-def test_weights_are_those_of_a_plain_loop(source: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("weighed", [False, True])
+def test_weights_are_those_of_a_plain_loop(weighed: bool, source: Path, tmp_path: Path) -> None:
     chosen = groups(observer="memoryless_minmax")
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    left_out = {"refinements": 0, "drift_correction": False}
+    left_out = {"refinements": 0, "drift_correction": False, "token_weights": weighed}
     plain = GPTQModifier(config_groups=chosen, ignore=["lm_head"], **left_out)
     oneshot(model, plain, tokens(), tmp_path)
     ours = {n: model.get_submodule(n).weight.data for n in expected_names()}
-    close, far = (
+    close, far, other = (
         {n: float((ours[n] - w).abs().gt(1e-6).float().mean()) for n, w in found.items()}
-        for found in (expected_weights(source, tmp_path, staged) for staged in (True, False))
+        for found in (
+            expected_weights(source, tmp_path, ours, staged, weighs)
+            for staged, weighs in ((True, weighed), (False, weighed), (True, not weighed))
+        )
     )
     assert max(close.values()) < 0.01  # ties that another order of summation decides
+    assert min(n for name, n in other.items() if "mlp" in name) > 0.01
     assert close.keys() == ours.keys()
     first, others = far["model.layers.0.self_attn.q_proj"], far["model.layers.0.mlp.down_proj"]
     assert first < 0.01 < others  # the second of two passes would show in all but the first
@@ -447,6 +468,7 @@ def test_every_module_runs_once_for_each_batch_and_memory_changes_no_bit(
             assert lasting(tmp_path / str(budget) / file.name) == lasting(file)
     models = 2 if drift else 1
     first = 2 * 7 * 2  # output errors: the first batch runs twice more, in fp32
+    first += 7  # the gradients of one layer tell which outputs stay with their token
     counts = {budget: count - first for budget, count in counts.items()}
     assert counts[UNLIMITED] == models * 2 * 7 * 8
     again = 3 * 3 + 2 * 1 + 1 * 2  # q, k and v for three stages more, o for two, gate and up

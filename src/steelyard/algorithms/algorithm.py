@@ -67,7 +67,8 @@ class Seen:
     batch:       number of the batch in the run
     partial_sum: number of the partial sum that the batch is added to; see `kernels.partial_sums`
     turn:        number of the pass, from 0
-    weights:     (tokens,), by which a router multiplies the outputs of an expert; None for 1
+    weights:     (tokens,), by which errors of the outputs are multiplied: a router's for an expert,
+                 or the roots of `observers.token_weights`, if the algorithm needs them; None for 1
     original:    the same value in the unquantized model, if the algorithm needs it
     """
 

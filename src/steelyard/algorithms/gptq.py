@@ -52,8 +52,13 @@ class GPTQ(Nearest):
 
     @property
     def needs(self) -> Needs:
-        drift = self.modifier.drift_correction
-        return Needs(inputs=True, staged=True, propagate=True, original_inputs=drift)
+        return Needs(
+            inputs=True,
+            staged=True,
+            propagate=True,
+            original_inputs=self.modifier.drift_correction,
+            token_weights=self.modifier.token_weights,
+        )
 
     def begin(self, block: Block) -> Hessians:
         """Create the Hessians; observers need not gather E[x^2], which is their diagonal."""

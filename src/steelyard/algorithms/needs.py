@@ -29,6 +29,9 @@ class Needs:
     original_inputs: bool = False
     """`see` gets with the input of a module its input in the unquantized model (`Seen.original`).
     Only where modules are solved in stages, in models without experts; None elsewhere."""
+    token_weights: bool = False
+    """`see` gets the weights of tokens (`Seen.weights`) with the inputs of modules whose outputs
+    stay with their token. Only where modules are solved in stages."""
     gradients: bool = False
     """`transform` and `solve` run with gradients enabled, and `solve` may call `block.forward`."""
     tuning: bool = False

@@ -60,17 +60,21 @@ class Work:
         moment: Moment,
         weights: torch.Tensor | None = None,
         original: torch.Tensor | None = None,
+        token_roots: torch.Tensor | None = None,
     ) -> None:
         """Pass an input that several modules share to the algorithms; call `flush` afterwards.
 
-        weights:  (tokens,), by which a router multiplies the outputs
-        original: the input in the unquantized model
+        weights:     (tokens,), by which a router multiplies the outputs
+        original:    the input in the unquantized model
+        token_roots: (tokens,), roots of the tokens' weights, for algorithms that need them
         """
         for part in self.parts:
             common = tuple(name for name in names if name in part.block.modules)
             if common and part.algorithm.needs.inputs:
-                needed = original if part.algorithm.needs.original_inputs else None
-                self._see(part, "input", common, x, moment, weights, needed)
+                needs = part.algorithm.needs
+                needed = original if needs.original_inputs else None
+                factors = token_roots if weights is None and needs.token_weights else weights
+                self._see(part, "input", common, x, moment, factors, needed)
 
     def flush(self) -> None:
         for part in self.parts:

@@ -10,7 +10,7 @@ import collections
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -25,13 +25,13 @@ from steelyard.engine.observing import observe
 from steelyard.engine.paired import paired, pairs, quantized, with_originals
 from steelyard.engine.parts import Flow, Part
 from steelyard.engine.second_pass import hold_rounded, run_again, tuned
-from steelyard.engine.showing import Stage, points_of, showing, stages_of
+from steelyard.engine.showing import Stage, points_of, showing, stages_of, until_seen
 from steelyard.engine.solving import Solver
 from steelyard.engine.stage_order import find_stages
 from steelyard.engine.stages import Staged
+from steelyard.engine.token_paths import TokenPaths
 from steelyard.errors import PipelineError
 from steelyard.fusion import fused_groups
-from steelyard.model.early_stop import StopAfter
 from steelyard.model.freed_memory import return_memory
 from steelyard.model.placeholders import first_tensor
 from steelyard.model.precision import Forward, computing_in, rounded_once
@@ -55,6 +55,7 @@ class Passes:
         self.forward = forward
         self.dtype = forward.dtype
         self._moment = Moment()  # the current batch
+        self._paths = TokenPaths(solver.result.notes)
 
     def through(self, part: Part, flow: Flow) -> dict[str, ModuleResult]:
         """Transform and solve a part of the model while its batches run through it."""
@@ -132,7 +133,8 @@ class Passes:
                     hooks.enter_context(work.hooked(work.see_now(now), points))
                     hooks.enter_context(showing(points, calibration, work, now))
                     if again is not None and not self.solver.solving_needs("outputs"):
-                        hooks.enter_context(self._until_seen(part.root, calibration, points))
+                        attention = self.solver.solving_needs("attention")
+                        hooks.enter_context(until_seen(part.root, calibration, points, attention))
                     for turn in range(work.passes):
                         outputs = self._outputs(flow, turn)
                         if flow.collect is None or self.propagate or turn < work.passes - 1:
@@ -262,32 +264,23 @@ class Passes:
         alone = (staged or self.solver.tunes) and not self.propagate
         if outputs or more or not modules or alone or (staged and self.solver.passes > 1):
             return None
-        stages, points = None, points_of(part.root, modules)
+        stages, stays, points = None, None, points_of(part.root, modules)
         if flow.forwards:
             with (
                 computing_in(part.root, self.dtype, without=modules.values()),
                 contextlib.suppress(PipelineError),  # a weight that is read, not called
             ):
                 stages = find_stages(modules, flow.forwards[0], flow.tokens[0], points, self.dtype)
-        every = self.solver.ranks.gather((bool(flow.forwards), stages))
-        stages = next((found for has_data, found in every if has_data), None)
+            if stages is not None and staged and self.solver.solving_needs("token_weights"):
+                stays = self._paths.stay(part, stages, flow.forwards[0], self.dtype)
+        every = self.solver.ranks.gather((bool(flow.forwards), stages, stays))
+        found = ((order, own) for has_data, order, own in every if has_data)
+        stages, stays = next(found, (None, None))
         stage_of = {each: i for i, stage in enumerate(stages or ()) for each in stage}
         fused = fused_groups(stage_of)
         if stages is None or any(len({stage_of[n] for n in g}) > 1 for g in fused):
             return None
-        return stages_of(stages, modules, points)
-
-    def _until_seen(
-        self, layer: Module, calibration: Calibration, points: Mapping[str, Module]
-    ) -> Any:
-        """End the first of two passes after the last module to observe, such as `down_proj`.
-
-        Not if outputs or attention states are observed: those exist only after a module has run.
-        """
-        inputs = all(base in ("weight", "input") for _, base, _ in calibration.observers())
-        if not inputs or not calibration.modules or self.solver.solving_needs("attention"):
-            return contextlib.nullcontext()
-        return StopAfter(layer, [points.get(n, m) for n, m in calibration.modules.items()])
+        return stages_of(stages, modules, points, stays or [False] * len(stages))
 
 
 def exhaust(outputs: Iterable[Any]) -> None:

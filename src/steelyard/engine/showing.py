@@ -14,11 +14,13 @@ from typing import Any
 from torch.nn import Module
 
 from steelyard.engine.block_work import Moment, Work
+from steelyard.model.early_stop import StopAfter
 from steelyard.observers.calibration import Calibration
 from steelyard.observers.padding import without_padding
 from steelyard.observers.routing import RoutedInputs, RoutingPoint, routing_points
+from steelyard.observers.token_weights import token_weights
 
-__all__ = ["Stage", "points_of", "showing", "stages_of"]
+__all__ = ["Stage", "points_of", "showing", "stages_of", "until_seen"]
 
 
 @dataclass(frozen=True)
@@ -26,10 +28,12 @@ class Stage:
     """Modules that get their inputs at the same time.
 
     point: the routing point of experts; None for modules that are called with one tensor
+    stays: whether an output changes what the block puts out at its own token alone
     """
 
     modules: Mapping[str, Module]
     point: RoutingPoint | None = None
+    stays: bool = False
 
     @property
     def names(self) -> list[str]:
@@ -54,7 +58,9 @@ class Stage:
             return
         if moment.turn == 0:
             calibration.show(self.names, value)
-        work.show(self.names, value, moment, original=original)
+        weights = token_weights() if self.stays else None
+        roots = None if weights is None else weights.sqrt()
+        work.show(self.names, value, moment, original=original, token_roots=roots)
 
     def _show_routed(
         self, inputs: RoutedInputs, calibration: Calibration, work: Work, moment: Moment
@@ -93,9 +99,13 @@ def stages_of(
     names: Sequence[Sequence[str]],
     modules: Mapping[str, Module],
     points: Mapping[str, RoutingPoint],
+    stays: Sequence[bool],
 ) -> list[Stage]:
     """Return the stages of a block, from the module names of each."""
-    return [Stage({n: modules[n] for n in stage}, points.get(stage[0])) for stage in names]
+    return [
+        Stage({n: modules[n] for n in stage}, points.get(stage[0]), own)
+        for stage, own in zip(names, stays, strict=True)
+    ]
 
 
 @contextlib.contextmanager
@@ -117,3 +127,16 @@ def showing(
 
             hooks.callback(point.register_forward_pre_hook(show).remove)
         yield
+
+
+def until_seen(
+    layer: Module, calibration: Calibration, points: Mapping[str, Module], attention: bool
+) -> Any:
+    """End the first of two passes after the last module to observe, such as `down_proj`.
+
+    Not if outputs or attention states are observed: those exist only after a module has run.
+    """
+    inputs = all(base in ("weight", "input") for _, base, _ in calibration.observers())
+    if not inputs or not calibration.modules or attention:
+        return contextlib.nullcontext()
+    return StopAfter(layer, [points.get(n, m) for n, m in calibration.modules.items()])

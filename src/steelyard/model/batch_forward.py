@@ -25,6 +25,7 @@ from steelyard.words import count
 __all__ = [
     "BatchForward",
     "BatchLimit",
+    "first_sample",
     "halve",
     "note_alone",
     "parts_of",
@@ -98,6 +99,15 @@ def parts_of(forward: Callable[..., Any]) -> list[Callable[..., Any]]:
     if isinstance(forward, functools.partial):
         return [functools.partial(part, *forward.args) for part in parts_of(forward.func)]
     return list(forward.parts()) if isinstance(forward, BatchForward) else [forward]
+
+
+def first_sample(forward: Callable[[], Any]) -> Callable[[], Any]:
+    """Return a forward of the first sample of a batch; itself if it cannot be separated."""
+    found = _batch_forward(forward)
+    if found is None or found.samples < 2:
+        return forward
+    part = part_of(found.batch, range(1))
+    return BatchForward(found.sequence, found.index, part, found.limit)
 
 
 def halve(forwards: Iterable[Callable[..., Any]], error: torch.OutOfMemoryError) -> None:

@@ -46,6 +46,7 @@ from steelyard.model.placeholders import (
 )
 from steelyard.model.stacks import AS_A_WHOLE, model_layers, refusal
 from steelyard.observers.padding import without_padding
+from steelyard.observers.token_weights import hidden_state
 
 __all__ = ["Batch", "LayerSequence"]
 
@@ -117,9 +118,11 @@ class LayerSequence:
             return fetched(leaf.of(batch.outputs[leaf.layer]) if isinstance(leaf, Ref) else leaf)
 
         args, kwargs = replaced(call.args, value), replaced(call.kwargs, value)
+        hidden = hidden_of(args, kwargs)
         with (
             forward_errors(self.model, self.name(index), AS_A_WHOLE),
-            without_padding(padding_of(batch.inputs, hidden_of(args, kwargs))),
+            without_padding(padding_of(batch.inputs, hidden)),
+            hidden_state(hidden),
             contextlib.suppress(StopForward),  # raised by `StopAfter`, whose caller needs no output
         ):
             return (module or self.modules[index])(*args, **kwargs)

@@ -75,6 +75,11 @@ class GPTQModifier(QuantizationModifier):
         description="round to the weight that makes up for what the quantized layers before it "
         "have changed in its inputs, as far as held-out batches confirm it",
     )
+    token_weights: bool = Field(
+        default=True,
+        description="divide the squared error of each token by the mean square of the hidden state "
+        "that the layer adds to, as the next norm does; not for the inputs of attention",
+    )
     offload_hessians: bool = Field(default=False, description="keep Hessians on the CPU")
     sequential_targets: list[Target] | None = Field(
         default=None, description="modules that run one after another; always the decoder layers"

@@ -40,7 +40,7 @@ class Term:
     x:           (tokens, columns)
     partial_sum: index of the batch's partial sum
     batch:       number of the batch in the run
-    weights:     (tokens,), the router's factors on the outputs; None for 1
+    weights:     (tokens,), factors on errors of the outputs; None for 1
     original:    (tokens, columns), the input in the unquantized model, where it is known
     """
 
@@ -49,6 +49,12 @@ class Term:
     batch: int = 0
     weights: torch.Tensor | None = None
     original: torch.Tensor | None = None
+
+    def weighed(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return rows of the tokens times their weights, in the type that they have."""
+        if self.weights is None:
+            return rows
+        return rows * self.weights.to(rows.device, rows.dtype)[:, None]
 
     def halves(self) -> list[Term]:
         """Return the tokens in two terms."""
@@ -156,14 +162,14 @@ class HessianSum:
         return torch.cat([torch.nn.functional.linear(off, each) for each in weights], -1)
 
     def _off(self, term: Term) -> torch.Tensor | None:
-        """Return x - x^ of a batch, if it is known.
+        """Return x - x^ of a batch, weighed like x^, if it is known.
 
         The difference of bf16 inputs is rounded to bf16: exact where they are close, and else off
         by at most 2^-8 of it. Subtracting sums afterwards would lose more.
         """
         if term.original is None:
             return None
-        return term.original.to(self.device) - term.x.to(self.device)
+        return term.weighed(term.original.to(self.device) - term.x.to(self.device))
 
     def _add(
         self,
@@ -188,9 +194,7 @@ class HessianSum:
     ) -> None:
         """Add one input; in halves if the device cannot hold the copies that the sums need."""
         try:
-            x = term.x.to(self.device)  # one at a time: it may be a copy
-            if term.weights is not None:
-                x = x.float() * term.weights.to(self.device, torch.float32)[:, None]
+            x = term.weighed(term.x.to(self.device))  # one at a time: it may be a copy
             if indices:
                 sums = self._even if self.drifts and term.batch % 2 == 0 else self.slabs
                 with begun((sums[index] for index in indices), term.partial_sum) as (slabs, fresh):

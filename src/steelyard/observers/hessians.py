@@ -68,7 +68,7 @@ class Hessians:
         """Queue the shared input of modules; `flush` adds it.
 
         partial_sum: index of the batch's partial sum; see `kernels.partial_sums`
-        weights:     (tokens,), the router's factors on the outputs; None for 1
+        weights:     (tokens,), factors on errors of the outputs; None for 1
         original:    the input in the unquantized model, to sum the drift; for all batches or none
         batch:       number of the batch in the run
         """
