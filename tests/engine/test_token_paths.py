@@ -90,6 +90,16 @@ def test_a_stage_stays_if_all_of_its_modules_do() -> None:
     assert paths.stay(Part("l", layer), stages, layer_of(model, layer), None) == [False, True]
 
 
+def test_experts_that_no_token_reaches_do_not_matter() -> None:
+    model = small_model("llama")
+    layer = model.model.layers[0]
+    layer.mlp.idle = Linear(64, 64)
+    stages = [["l.mlp.idle"], ["l.mlp.down_proj"]]
+    paths = TokenPaths([])
+    assert paths.stay(Part("l", layer), stages, layer_of(model, layer), None) == [False, True]
+    assert not paths.notes
+
+
 def test_an_operator_without_a_gradient_is_noted_once() -> None:
     model = small_model("llama")
     layer = model.model.layers[0]

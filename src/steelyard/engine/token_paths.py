@@ -7,7 +7,8 @@ The output of `down_proj` at a token changes what the layer puts out at that tok
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,16 +16,21 @@ from torch.nn import Module
 
 from steelyard.engine.parts import Part
 from steelyard.model.batch_forward import first_sample
+from steelyard.model.early_stop import StopForward
+from steelyard.model.first_tokens import first_tokens
 from steelyard.model.placeholders import first_tensor
 from steelyard.model.precision import computing_in
 
 __all__ = ["TokenPaths"]
 
+_TOKENS = 32  # of one sample
+_SCALE = 1 / 8  # of what stands in for a product: large scores would let attention see one token
+
 
 class TokenPaths:
     """Looks at one layer of each structure.
 
-    notes: receives a sentence for each that has no gradient
+    notes: receives a sentence for each whose gradient is not known
     """
 
     def __init__(self, notes: list[str]) -> None:
@@ -43,18 +49,19 @@ class TokenPaths:
         None if gradients cannot tell.
 
         stages:  names of modules in the model
-        forward: runs a batch through the part; its first sample is enough
+        forward: runs a batch through the part; the beginning of its first sample is enough
         dtype:   the type to compute in; None for that of the model
         """
         paths = [[name[len(part.name) + 1 :] for name in names] for names in stages]
         structure = (type(part.root), tuple(map(tuple, paths)))
         if structure not in self._known:
+            every = {path: part.root.get_submodule(path) for some in paths for path in some}
+            with computing_in(part.root, dtype, without=every.values()):
+                own = _own_token(part.root, every, first_sample(forward))
             self._known[structure] = None
-            modules = [[part.root.get_submodule(path) for path in some] for some in paths]
-            # an operator may have no gradient, and the device no room for it
-            with contextlib.suppress(RuntimeError), computing_in(part.root, dtype):
-                self._known[structure] = _stay(modules, first_sample(forward))
-            if self._known[structure] is None:
+            if own is not None:
+                self._known[structure] = [all(own[path] for path in some) for some in paths]
+            else:
                 self.notes.append(
                     f"{part.name}: every token counts alike, as in layers like it: no gradient "
                     "tells which outputs reach other tokens"
@@ -62,33 +69,74 @@ class TokenPaths:
         return self._known[structure]
 
 
+def _own_token(
+    root: Module, modules: Mapping[str, Module], forward: Callable[[], Any]
+) -> dict[str, bool] | None:
+    """Return of each module whether its outputs stay with their token."""
+    calls: list[Any] = []
+
+    def called(_: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.append((args, dict(kwargs)))
+        raise StopForward
+
+    handle = root.register_forward_pre_hook(called, with_kwargs=True, prepend=True)
+    try:
+        with contextlib.suppress(StopForward):
+            forward()
+    finally:
+        handle.remove()
+    for call in (first_tokens(calls[0], _TOKENS), calls[0]):
+        # A forward that needs all tokens may raise anything if some are cut off, and an operator
+        # without a gradient too.
+        with contextlib.suppress(Exception):
+            if call is not None:
+                return _without_gradient(root, modules, *call)
+    return None
+
+
 @torch.enable_grad()
-def _stay(stages: Sequence[Sequence[Module]], forward: Callable[[], Any]) -> list[bool] | None:
-    added: dict[Module, torch.Tensor] = {}
-
-    def add(module: Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
-        added[module] = torch.zeros_like(output, requires_grad=True)
-        return output + added[module]
-
-    with contextlib.ExitStack() as hooks:
-        for modules in stages:
-            for module in modules:
-                hooks.callback(module.register_forward_hook(add).remove)
-        output = first_tensor(forward())
-    if output.ndim != 3 or not output.requires_grad:
-        return None
-    samples, length = output.shape[:2]
+def _without_gradient(
+    root: Module, modules: Mapping[str, Module], args: Any, kwargs: Any
+) -> dict[str, bool]:
+    """Return of each module whether its outputs at even places have no gradient at odd ones."""
+    with _standing_in(modules.values()) as added:
+        output = first_tensor(root(*args, **kwargs))
+    samples, length, _ = output.shape
     odd = output[:, 1::2].float()
     probe = torch.randn(odd.shape, generator=torch.Generator().manual_seed(0))
     loss = (odd * probe.to(odd.device)).sum()
-    gradients = dict(
-        zip(added, torch.autograd.grad(loss, list(added.values()), allow_unused=True), strict=True)
-    )
+    found = torch.autograd.grad(loss, list(added.values()), allow_unused=True)
+    gradients = dict(zip(added, found, strict=True))  # an expert need not have been called
 
-    def stays(module: Module) -> bool:
-        found = gradients.get(module)
-        if found is None or found.numel() % (samples * length):
+    def stays(gradient: torch.Tensor | None) -> bool:
+        if gradient is None or gradient.numel() % (samples * length):
             return False
-        return not bool(found.reshape(samples, length, -1)[:, ::2].any())
+        return not bool(gradient.reshape(samples, length, -1)[:, ::2].any())
 
-    return [all(map(stays, modules)) for modules in stages]
+    return {name: stays(gradients.get(module)) for name, module in modules.items()}
+
+
+@contextlib.contextmanager
+def _standing_in(modules: Any) -> Iterator[dict[Module, torch.Tensor]]:
+    """Let modules repeat their inputs, so that nothing is multiplied and no weight is needed.
+
+    Yields what each adds to its output: zeros that require a gradient.
+    """
+    added: dict[Module, torch.Tensor] = {}
+
+    def repeated(module: Any, x: torch.Tensor) -> torch.Tensor:
+        columns = torch.arange(module.out_features, device=x.device) % x.shape[-1]
+        output = x[..., columns] * _SCALE
+        added[module] = torch.zeros_like(output, requires_grad=True)
+        return output + added[module]
+
+    before = {module: module.__dict__.get("forward") for module in modules}
+    try:
+        for module in before:
+            module.__dict__["forward"] = functools.partial(repeated, module)
+        yield added
+    finally:
+        for module, forward in before.items():
+            del module.__dict__["forward"]
+            if forward is not None:
+                module.__dict__["forward"] = forward

@@ -14,7 +14,7 @@ import torch
 
 from steelyard.observers.padding import padding_mask, without_padding
 from steelyard.observers.routing import RoutedInputs
-from steelyard.observers.token_weights import current_hidden_state, hidden_state
+from steelyard.observers.token_weights import joined_weights, token_weights
 
 __all__ = ["see_whole"]
 
@@ -27,24 +27,25 @@ def see_whole(see: Callable[[Any], None], parts: Sequence[tuple[Context, Any]]) 
     if len(parts) > 1:
         inputs = [x for _, x in parts]
         masks = [context.run(padding_mask) for context, _ in parts]
-        states = [context.run(current_hidden_state) for context, _ in parts]
+        weights = [context.run(token_weights) for context, _ in parts]
         try:
             whole, mask = _joined(inputs), _joined_mask(masks, inputs)
-            hidden = _joined_states(states)
         except torch.OutOfMemoryError:
             pass
         else:
             parts = [(parts[0][0].copy(), whole)]
-            see = _masked(see, mask, hidden)
+            see = _masked(see, mask, weights)
     for context, x in parts:
         context.run(see, x)
 
 
 def _masked(
-    see: Callable[[Any], None], mask: torch.Tensor | None, hidden: torch.Tensor | None
+    see: Callable[[Any], None],
+    mask: torch.Tensor | None,
+    weights: Sequence[torch.Tensor | None],
 ) -> Callable[[Any], None]:
     def masked(x: Any) -> None:
-        with without_padding(mask), hidden_state(hidden):
+        with without_padding(mask), joined_weights(weights):
             see(x)
 
     return masked
@@ -72,12 +73,6 @@ def _each(functions: Sequence[Any]) -> Callable[[int], Any]:
         return torch.cat(some) if some else None
 
     return found
-
-
-def _joined_states(states: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """Return the hidden state that the parts of a batch add to; None outside of a layer."""
-    known = [each for each in states if each is not None]
-    return torch.cat(known) if len(known) == len(states) else None
 
 
 def _joined_mask(

@@ -50,21 +50,21 @@ class Term:
     weights: torch.Tensor | None = None
     original: torch.Tensor | None = None
 
-    def weighed(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return rows of the tokens times their weights, in the type that they have."""
-        if self.weights is None:
-            return rows
-        return rows * self.weights.to(rows.device, rows.dtype)[:, None]
+    def root(self, like: torch.Tensor) -> torch.Tensor:
+        """Return the weights as a column, on the device and in the type of a tensor."""
+        assert self.weights is not None
+        return self.weights.to(like.device, like.dtype)[:, None]
+
+    def some(self, tokens: slice) -> Term:
+        """Return a term of some of the tokens."""
+        weights = None if self.weights is None else self.weights[tokens]
+        original = None if self.original is None else self.original[tokens]
+        return replace(self, x=self.x[tokens], weights=weights, original=original)
 
     def halves(self) -> list[Term]:
         """Return the tokens in two terms."""
         middle = len(self.x) // 2
-        parts: list[Term] = []
-        for some in (slice(middle), slice(middle, None)):
-            weights = None if self.weights is None else self.weights[some]
-            original = None if self.original is None else self.original[some]
-            parts.append(replace(self, x=self.x[some], weights=weights, original=original))
-        return parts
+        return [self.some(slice(middle)), self.some(slice(middle, None))]
 
 
 _Halves = tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -169,7 +169,8 @@ class HessianSum:
         """
         if term.original is None:
             return None
-        return term.weighed(term.original.to(self.device) - term.x.to(self.device))
+        off = term.original.to(self.device) - term.x.to(self.device)
+        return off if term.weights is None else off.mul_(term.root(off))
 
     def _add(
         self,
@@ -183,7 +184,12 @@ class HessianSum:
         outputs: W (x - x^) of each batch, where the drift is multiplied
         """
         for term, output in zip(terms, outputs, strict=True):
-            self._add_term(indices, of_drift, term, output)
+            # weighed tokens are copies: at a time no more than twice as much as the Hessian
+            step = 2 * self.columns if term.weights is not None else max(len(term.x), 1)
+            for start in range(0, len(term.x), step):
+                tokens = slice(start, start + step)
+                part = None if output is None else output[tokens]
+                self._add_term(indices, of_drift, term.some(tokens), part)
 
     def _add_term(
         self,
@@ -194,7 +200,9 @@ class HessianSum:
     ) -> None:
         """Add one input; in halves if the device cannot hold the copies that the sums need."""
         try:
-            x = term.weighed(term.x.to(self.device))  # one at a time: it may be a copy
+            x = term.x.to(self.device)  # one at a time: it may be a copy
+            if term.weights is not None:
+                x = x * term.root(x)
             if indices:
                 sums = self._even if self.drifts and term.batch % 2 == 0 else self.slabs
                 with begun((sums[index] for index in indices), term.partial_sum) as (slabs, fresh):

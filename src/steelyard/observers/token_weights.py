@@ -11,7 +11,7 @@ A layer runs under `hidden_state(x)`; hooks use the `token_weights` of the curre
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -19,25 +19,37 @@ import torch
 
 from steelyard.observers.padding import padding_mask, real_tokens
 
-__all__ = ["current_hidden_state", "hidden_state", "token_weights"]
+__all__ = ["hidden_state", "joined_weights", "token_weights"]
 
 _MOST = 4.0  # of a token, beside the median one
 
-_hidden: ContextVar[torch.Tensor | None] = ContextVar("hidden", default=None)
+_squares: ContextVar[torch.Tensor | None] = ContextVar("squares", default=None)
+_joined: ContextVar[torch.Tensor | None] = ContextVar("joined", default=None)
 
 
 @contextmanager
-def hidden_state(hidden: torch.Tensor | None) -> Iterator[None]:
-    """Weigh tokens by this hidden state, (batch, seq, features); None to weigh all alike."""
-    token = _hidden.set(hidden)
+def hidden_state(hidden: torch.Tensor) -> Iterator[None]:
+    """Weigh tokens by this hidden state, (batch, seq, features); only its sizes are kept."""
+    squares = None
+    if hidden.ndim == 3:
+        sizes = torch.linalg.vector_norm(hidden.detach(), dim=-1, dtype=torch.float32)
+        squares = sizes.square()  # (batch, seq), `features` times the mean
+    token = _squares.set(squares)
     try:
         yield
     finally:
-        _hidden.reset(token)
+        _squares.reset(token)
 
 
-def current_hidden_state() -> torch.Tensor | None:
-    return _hidden.get()
+@contextmanager
+def joined_weights(parts: Sequence[torch.Tensor | None]) -> Iterator[None]:
+    """Use these weights, (tokens,) of each part of a batch, instead of those of the current one."""
+    known = [each for each in parts if each is not None]
+    token = _joined.set(torch.cat(known) if known else None)
+    try:
+        yield
+    finally:
+        _joined.reset(token)
 
 
 def token_weights() -> torch.Tensor | None:
@@ -45,10 +57,9 @@ def token_weights() -> torch.Tensor | None:
 
     Their mean is 1 in each sample, so it does not matter how samples are batched.
     """
-    hidden = _hidden.get()
-    if hidden is None or hidden.ndim != 3:
-        return None
-    squares = hidden.detach().float().square().mean(-1)  # (batch, seq)
+    squares, joined = _squares.get(), _joined.get()
+    if joined is not None or squares is None:
+        return joined
     mask = padding_mask()
     if mask is not None:
         squares = squares.masked_fill(~mask.to(squares.device), torch.nan)
