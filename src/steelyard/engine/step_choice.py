@@ -29,6 +29,7 @@ from steelyard.engine.choice_record import (
     recipe_of_choice,
     with_comments,
 )
+from steelyard.engine.planning import rewrites_first
 from steelyard.engine.prepared_options import open_source, untie_heads
 from steelyard.engine.progress import progress
 from steelyard.engine.run_options import Options
@@ -69,6 +70,7 @@ def with_chosen_steps(recipe: Recipe, options: Options, load: CalibrationLoader)
         )
         plan = make_plan(source.model, modifiers=recipe.modifiers)
         plan.errors += untie_heads(options, recipe.modifiers, source.model)[1]
+        plan.errors += rewrites_first(recipe.algorithms())
         if plan.errors or not plan.quantized:  # the run reports errors
             source.restack([])
             return recipe
