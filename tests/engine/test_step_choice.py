@@ -107,15 +107,17 @@ def test_a_loaded_module_gets_the_same_choice(kind: str, source: Path) -> None:
     assert loaded.config.tie_word_embeddings and not loaded.lm_head._forward_pre_hooks
 
 
+@pytest.mark.parametrize("last", [QuantizationModifier, GPTQModifier])
 def test_a_declined_rotation_leaves_the_bytes_of_the_other_steps(
-    declined: Path, source: Path, tmp_path: Path
+    last: Any, source: Path, tmp_path: Path
 ) -> None:
-    text = (declined / "recipe.yaml").read_text()
+    oneshot(source, steps("NVFP4", last=last), rows(), tmp_path / "declined")
+    text = (tmp_path / "declined" / "recipe.yaml").read_text()
     assert "# SpinQuantModifier: no rotation. " in text
-    (step,) = load_recipe(declined / "recipe.yaml").modifiers
-    assert isinstance(step, QuantizationModifier)
-    oneshot(source, steps("NVFP4")[1:], rows(), tmp_path / "q")
-    assert_same_tensors(declined, tmp_path / "q")
+    (step,) = load_recipe(tmp_path / "declined" / "recipe.yaml").modifiers
+    assert type(step) is last
+    oneshot(source, steps("NVFP4", last=last)[1:], rows(), tmp_path / "q")
+    assert_same_tensors(tmp_path / "declined", tmp_path / "q")
 
 
 def test_a_taken_rotation_is_the_one_without_the_check(source: Path, tmp_path: Path) -> None:
