@@ -46,7 +46,9 @@ SCHEMES: dict[str, Any] = {
     "NVFP4": "NVFP4",
     "MXFP4": "MXFP4",
 }
-WITH_R4 = {"rotations": ["R1", "R2", "R4"], "transform_type": "random-hadamard"}
+AS_ASKED = {"held_out_check": False}
+ONLY_R2 = {"rotations": ["R2"], **AS_ASKED}
+WITH_R4 = {"rotations": ["R1", "R2", "R4"], "transform_type": "random-hadamard", **AS_ASKED}
 STEPS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "no transform": [],
     "SmoothQuant 0.5": [("SmoothQuantModifier", {})],
@@ -56,16 +58,20 @@ STEPS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "dynamic where needed": [],
     "auto, dynamic where needed": [("TransformModifier", {})],
     "SpinQuant": [("SpinQuantModifier", {}), ("IMatrixGatherer", {})],
-    "SpinQuant R2": [("SpinQuantModifier", {"rotations": ["R2"]}), ("IMatrixGatherer", {})],
+    "SpinQuant unchecked": [("SpinQuantModifier", AS_ASKED), ("IMatrixGatherer", {})],
+    "SpinQuant R2": [("SpinQuantModifier", ONLY_R2), ("IMatrixGatherer", {})],
     "SpinQuant with R4": [("SpinQuantModifier", WITH_R4), ("IMatrixGatherer", {})],
     "GPTQ": [],
     "SmoothQuant 0.8, GPTQ": [("SmoothQuantModifier", {"smoothing_strength": 0.8})],
     "SpinQuant, GPTQ": [("SpinQuantModifier", {})],
+    "SpinQuant unchecked, GPTQ": [("SpinQuantModifier", AS_ASKED)],
     "SpinQuant random-hadamard, GPTQ": [
-        ("SpinQuantModifier", {"transform_type": "random-hadamard"})
+        ("SpinQuantModifier", {"transform_type": "random-hadamard", **AS_ASKED})
     ],
-    "SpinQuant random-matrix, GPTQ": [("SpinQuantModifier", {"transform_type": "random-matrix"})],
-    "SpinQuant R2, GPTQ": [("SpinQuantModifier", {"rotations": ["R2"]})],
+    "SpinQuant random-matrix, GPTQ": [
+        ("SpinQuantModifier", {"transform_type": "random-matrix", **AS_ASKED})
+    ],
+    "SpinQuant R2, GPTQ": [("SpinQuantModifier", ONLY_R2)],
     "AWQ, GPTQ": [("AWQModifier", {})],
     "auto, GPTQ": [("TransformModifier", {})],
 }
@@ -176,7 +182,8 @@ def quantized(model: str, name: str, tokens: str, output: Path) -> dict[str, Any
     clock, cpu = time.perf_counter(), time.process_time()
     result = oneshot(model, recipe, loader, output, **more)
     unserved = [note.partition(":")[0] for note in result.notes if "no static scale" in note]
-    return {**figures(clock, cpu), "unserved": unserved}
+    compared = [note for note in result.notes if note.startswith("SpinQuantModifier: ")]
+    return {**figures(clock, cpu), "unserved": unserved, "compared": compared}
 
 
 TASKS = {"row": row, "peer": peer, "tokenize": tokenize}

@@ -267,10 +267,10 @@ def test_recipes_of_llm_compressor(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rotations", "scheme", "modifier", "told"),
     [
-        (["R1", "R2"], "W4A16", QuantizationModifier, "Round with GPTQModifier"),
-        (["R1"], "NVFP4A16", QuantizationModifier, "Round with GPTQModifier"),
-        (["R1"], "NVFP4", GPTQModifier, "TransformModifier balances"),
-        (["R1"], "MXFP4", QuantizationModifier, "TransformModifier balances"),
+        (["R1", "R2"], "W4A16", QuantizationModifier, "round with GPTQModifier"),
+        (["R1"], "NVFP4A16", QuantizationModifier, "round with GPTQModifier"),
+        (["R1"], "NVFP4", GPTQModifier, "TransformModifier balances such"),
+        (["R1"], "MXFP4", QuantizationModifier, "TransformModifier balances such"),
         (["R2"], "NVFP4", QuantizationModifier, None),
         (["R1"], "W8A8", QuantizationModifier, None),
         (["R1"], "W4A16", GPTQModifier, None),

@@ -54,6 +54,8 @@ def with_scheme(
     if scheme is not None:
         holder.quantization_scheme = scheme
         kind, sizes = expected_tensors(scheme, (shape[0], shape[1]), dtype)[SCALE]
+        if kind.itemsize == 1:  # codes of values that observers return in fp32
+            kind = torch.float32
         setattr(holder, SCALE, torch.empty(sizes, dtype=kind))  # scales as they are stored
     return holder  # type: ignore[no-any-return]
 

@@ -23,7 +23,7 @@ from steelyard.model.activations import HiddenStates, Room
 from steelyard.model.layer_gradients import LayerGradients, Trace, Wanted
 from steelyard.model.layerwise import DTYPE, LayerwiseModel, default_memory
 
-__all__ = ["AssignedSchemes", "Assignment"]
+__all__ = ["AssignedSchemes", "Assignment", "round_input"]
 
 Assignment = Mapping[str, QuantizationScheme | None]
 """Module -> its scheme; None for unquantized."""
@@ -91,12 +91,13 @@ class AssignedSchemes:
                 module.weight.data = weight
                 assert scheme is not None
                 if scheme.input_activations is not None:
-                    hook = functools.partial(_round_input, scheme)
+                    hook = functools.partial(round_input, scheme)
                     undo.callback(module.register_forward_pre_hook(hook).remove)
             yield []
 
 
-def _round_input(scheme: QuantizationScheme, _: Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def round_input(scheme: QuantizationScheme, _: Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Round the input of a module under its scheme, as a forward pre-hook."""
     x = args[0].reshape(-1, args[0].shape[-1])
     rounding = input_rounding(scheme, x) if len(x) else None
     return args if rounding is None else (rounding(x).reshape(args[0].shape), *args[1:])

@@ -23,7 +23,7 @@ from steelyard.errors import CalibrationWarning, DataError, warn_caller
 from steelyard.model.inputs import LOSS_MASK, check_inputs
 from steelyard.model.source import Source
 
-__all__ = ["load_calibration", "samples_for"]
+__all__ = ["CalibrationLoader", "samples_for"]
 
 DEMO_WARNING = (
     "calibrating on the built-in text, which is Python source code: scales and rounding fit that, "
@@ -43,19 +43,18 @@ def samples_for(
     statistics: RunStatistics,
     result: Result,
     shown: bool,
-    ranks: Ranks,
+    load: CalibrationLoader,
 ) -> Samples | None:
     """Return the calibration samples and describe them in the notes; None if none are needed."""
     needed = needs_data(algorithms)
     if options.route == "datafree" and needed and options.statistics is None:
         raise DataError('the recipe needs calibration data, so pipeline="datafree" cannot run it')
-    given = options.dataset is not None or options.dataset_path is not None
-    if needed and not given and options.statistics is None:
+    if needed and not load.given and options.statistics is None:
         raise DataError(
             "the recipe needs calibration data (static activations, a KV cache or importance): "
             "pass dataset=, or the statistics= of an earlier run"
         )
-    if given and not needed and not result.recipe.chosen:
+    if load.given and not needed and not result.recipe.chosen:
         note = "the recipe needs no calibration data; the dataset is not read"
         result.notes.append(note)
         warn_caller(note)
@@ -64,7 +63,7 @@ def samples_for(
         return None
     if not needed:
         return None
-    samples = load_calibration(options, source, tokenizer, ranks)
+    samples = load(source, tokenizer)
     if options.dataset == DEMO:
         result.notes.append(DEMO_WARNING)
         result.warnings.append(DEMO_WARNING)
@@ -88,7 +87,26 @@ def samples_for(
     return samples
 
 
-def load_calibration(options: Options, source: Source, tokenizer: Any, ranks: Ranks) -> Samples:
+class CalibrationLoader:
+    """Loads the calibration samples of a run, once: a generator cannot be read twice."""
+
+    def __init__(self, options: Options, ranks: Ranks) -> None:
+        self.options = options
+        self.ranks = ranks
+        self._samples: Samples | None = None
+
+    @property
+    def given(self) -> bool:
+        return self.options.dataset is not None or self.options.dataset_path is not None
+
+    def __call__(self, source: Source, tokenizer: Any) -> Samples:
+        """Return the samples; every rank must call this the first time."""
+        if self._samples is None:
+            self._samples = _load(self.options, source, tokenizer, self.ranks)
+        return self._samples
+
+
+def _load(options: Options, source: Source, tokenizer: Any, ranks: Ranks) -> Samples:
     """Return the samples that the options select, those of all ranks."""
     text_config = source.model.config.get_text_config()
     samples = load_samples(

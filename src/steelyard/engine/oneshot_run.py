@@ -18,7 +18,7 @@ from steelyard.data.samples import Inputs, Samples
 from steelyard.data.tokenizer import checked_tokenizer
 from steelyard.distributed import Ranks
 from steelyard.engine.announce import announce
-from steelyard.engine.calibration_samples import samples_for
+from steelyard.engine.calibration_samples import CalibrationLoader, samples_for
 from steelyard.engine.final_config import final_config
 from steelyard.engine.finishing import finish_checkpoint, share_results
 from steelyard.engine.identity import digest_of, identity_of
@@ -37,6 +37,7 @@ from steelyard.engine.save_pretrained import save_as_quantized
 from steelyard.engine.saved_files import check_saved_files
 from steelyard.engine.scheme_choice import with_chosen_schemes
 from steelyard.engine.statistics import RunStatistics
+from steelyard.engine.step_choice import with_chosen_steps
 from steelyard.engine.uncalibratable import leave_unquantized
 from steelyard.errors import PlanError
 from steelyard.formats import DENSE
@@ -68,7 +69,10 @@ class OneshotRun:
         self.started = time.perf_counter()
         self.options = options = prepared(options)
         self.ranks = Ranks.current()
-        self.recipe = with_chosen_schemes(load_recipe(options.recipe, options.stage), options)
+        self.load = CalibrationLoader(options, self.ranks)
+        recipe = load_recipe(options.recipe, options.stage)
+        recipe = with_chosen_schemes(recipe, options, self.load)
+        self.recipe = with_chosen_steps(recipe, options, self.load)
         self.algorithms = self.recipe.algorithms()
         asked = options.propagate_error
         needed = any(algorithm.needs.propagate for algorithm in self.algorithms)
@@ -129,7 +133,7 @@ class OneshotRun:
             self.statistics,
             result,
             self._shown,
-            self.ranks,
+            self.load,
         )
         if self.samples is not None:
             result.notes += filter(None, [self.run.forward.reason])

@@ -31,7 +31,7 @@ from steelyard.plan.runnable import Route, route_of
 from steelyard.recipes import Recipe
 from steelyard.words import count, size
 
-__all__ = ["plan_run", "streams"]
+__all__ = ["plan_run", "rewrites_first", "streams"]
 
 
 def streams(options: Options, recipe: Recipe, algorithms: Sequence[Algorithm]) -> bool:
@@ -85,7 +85,7 @@ def plan_run(
     plan.forward = forward_dtype(source.dtype, source.placement.device, compares, precisely)
     with_data = needs_data(algorithms) and options.statistics is None
     plan.errors += _taken_names(plan, source)
-    plan.errors += _rewrites_first(algorithms)
+    plan.errors += rewrites_first(algorithms)
     if plan.served and not options.save_compressed:
         plan.errors.append(
             f"save_compressed=False cannot store rotation {plan.served[0].group}, which a server "
@@ -192,7 +192,7 @@ def _beside(left: Left, heads: Mapping[str, str], model: Any) -> Left:
     return replace(left, nbytes=nbytes, reason=f"stored beside {heads[left.name]}, unquantized")
 
 
-def _rewrites_first(algorithms: Sequence[Algorithm]) -> list[str]:
+def rewrites_first(algorithms: Sequence[Algorithm]) -> list[str]:
     """Return an error for each algorithm that would rewrite tensors after others changed them."""
     found = []
     for index, algorithm in enumerate(algorithms):

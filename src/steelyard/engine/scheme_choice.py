@@ -13,43 +13,38 @@ resumes takes it from there instead of choosing again.
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
 from collections.abc import Sequence
-from pathlib import Path
 
 from compressed_tensors.quantization import QuantizationScheme
 
-from steelyard.checkpoint.provenance import sampled_digest
-from steelyard.checkpoint.work_folder import WorkFolder
-from steelyard.data.samples import Samples
 from steelyard.data.tokenizer import checked_tokenizer
 from steelyard.distributed import Ranks
-from steelyard.engine.calibration_samples import load_calibration
-from steelyard.engine.identity import digest_of, versions
+from steelyard.engine.calibration_samples import CalibrationLoader
+from steelyard.engine.choice_record import (
+    choice_digest,
+    earlier_choice,
+    recipe_of_choice,
+    with_comments,
+)
 from steelyard.engine.planning import streams
 from steelyard.engine.prepared_options import open_source
 from steelyard.engine.run_options import Options
 from steelyard.engine.unit_choice import UnitChoice
-from steelyard.errors import CheckpointError, PlanError, RecipeError
+from steelyard.errors import PlanError, RecipeError
 from steelyard.formats.descriptions import scheme_label
 from steelyard.model.placement import placement_of
-from steelyard.model.source import Source
 from steelyard.modifiers import Modifier, QuantizationModifier
 from steelyard.modifiers.bit_budget import BitBudgetModifier
 from steelyard.plan.budget_units import BudgetUnit, budget_units
 from steelyard.plan.plan import make_plan
-from steelyard.recipes import Recipe, load_recipe
+from steelyard.recipes import Recipe
 from steelyard.recipes.dump import dump_modifiers
 from steelyard.recipes.mixed import with_schemes
 
 __all__ = ["chosen_recipe", "with_chosen_schemes"]
 
-_INPUTS = "chosen from inputs with SHA-256 "
 
-
-def with_chosen_schemes(recipe: Recipe, options: Options) -> Recipe:
+def with_chosen_schemes(recipe: Recipe, options: Options, load: CalibrationLoader) -> Recipe:
     """Return a recipe without a bit budget; every rank must call this."""
     budget, rest = _split(recipe.modifiers)
     if budget is None:
@@ -57,8 +52,7 @@ def with_chosen_schemes(recipe: Recipe, options: Options) -> Recipe:
     plain = Recipe(rest, dump_modifiers(rest))
     algorithms = plain.algorithms()
     ranks = Ranks.current()
-    given = options.dataset is not None or options.dataset_path is not None
-    streamed = not given and streams(options, plain, algorithms)
+    streamed = not load.given and streams(options, plain, algorithms)
     source = open_source(options, streamed, placement_of(options.device, options.model))
     with source.unstacked():
         tokenizer = checked_tokenizer(
@@ -73,24 +67,18 @@ def with_chosen_schemes(recipe: Recipe, options: Options) -> Recipe:
                 "BitBudgetModifier has no module in a layer whose scheme may change: change its "
                 "targets or ignore"
             )
-        samples = load_calibration(options, source, tokenizer, ranks) if given else None
-        digest = _digest(recipe.text, source, samples)
-        text = _earlier(options, digest) if ranks.is_first else None
+        samples = load(source, tokenizer) if load.given else None
+        digest = choice_digest(recipe.text, source, samples)
+        text = earlier_choice(options, digest) if ranks.is_first else None
         if text is None and ranks.is_first:
             show = options.show_progress
             chosen, lines = UnitChoice(source, units, budget, algorithms, show).choose(samples)
-            made = chosen_recipe(rest, chosen)
-            comments = [*lines, f"{_INPUTS}{digest}"] if digest else lines
-            text = "".join(f"# {line}\n" for line in comments) + made
+            text = with_comments(chosen_recipe(rest, chosen), lines, digest)
         text = ranks.broadcast(text)
         source.restack([])
         source.tie()
     assert text is not None
-    loaded = load_recipe(text)
-    said = [line[2:] for line in text.split("\n") if line.startswith("# ")]
-    return Recipe(
-        loaded.modifiers, text, tuple(line for line in said if not line.startswith(_INPUTS))
-    )
+    return recipe_of_choice(text)
 
 
 def _split(modifiers: Sequence[Modifier]) -> tuple[BitBudgetModifier | None, list[Modifier]]:
@@ -126,28 +114,3 @@ def chosen_recipe(
             groups.setdefault(group, scheme)
             members.setdefault(group, []).extend(unit.names)
     return dump_modifiers(with_schemes(rest, members, groups, ignore))
-
-
-def _digest(recipe: str, source: Source, samples: Samples | None) -> str | None:
-    """Return a digest of the inputs of a choice; None for a loaded module, which cannot resume."""
-    if source.shards is None:
-        return None
-    content = {
-        "versions": versions(),
-        "recipe": recipe,
-        "config": source.config(),
-        "files": {file.name: sampled_digest(file) for file in source.shards.files},
-        "calibration data": digest_of(() if samples is None else samples.batches),
-    }
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _earlier(options: Options, digest: str | None) -> str | None:
-    """Return the recipe of an unfinished run for the same output, if its inputs were the same."""
-    if digest is None or options.output_dir is None or not options.resume:
-        return None
-    with contextlib.suppress(CheckpointError):  # the run reports it
-        journal = WorkFolder(Path(options.output_dir)).read()
-        text = str((journal or {}).get("identity", {}).get("recipe", ""))
-        return text if f"# {_INPUTS}{digest}\n" in text else None
-    return None

@@ -83,6 +83,15 @@ class Modifier(BaseModel, metaclass=_Refusing):
         """Return the steps that this one stands for; most are a single step."""
         return [self]
 
+    def candidates(self) -> dict[str, list[Modifier]]:
+        """Return what may take the place of this step, by a label each; nothing to keep it.
+
+        With calibration data, the KL divergence of the model is measured under each before the run,
+        as the steps that need no data leave it, and rounded. The last takes the place of this step
+        unless another is better by more than noise. They have no candidates themselves.
+        """
+        return {}
+
     def checks(self, plan: Any, model: Any) -> Iterator[str]:
         """Yield errors of a plan for `model`, one sentence each."""
         return iter(())

@@ -125,6 +125,11 @@ class SpinQuantModifier(RotatingModifier):
         description="R1: the residual stream; R2: the values of attention, by head; R4: the input "
         "of down_proj, while the model is served",
     )
+    held_out_check: bool = Field(
+        default=True,
+        description="with calibration data, measure the KL divergence of the rounded model with "
+        "all rotations, without R1, and with none; keep the best",
+    )
     mappings: SpinQuantMapping | None = Field(
         default=None, description="names of the modules; without it they are found"
     )
@@ -190,7 +195,19 @@ class SpinQuantModifier(RotatingModifier):
         targets = [_DOWN] if self.mappings is None else self.mappings.mlp_out
         return [self.served("R4", "input", targets, [])]
 
+    def candidates(self) -> dict[str, list[Modifier]]:
+        if not self.held_out_check:
+            return {}
+        found: dict[str, list[Modifier]] = {}
+        for rotations in (self.rotations, [each for each in self.rotations if each != "R1"]):
+            if rotations:
+                given = {"rotations": rotations, "held_out_check": False}
+                found[" and ".join(rotations)] = [self.model_copy(update=given)]
+        return {**found, "no rotation": []}
+
     def doubts(self, plan: Any, model: Any) -> Iterator[str]:
+        if not self.held_out_check:  # measured, or not wanted
+            return
         inputs = [each.scheme.input_activations for each in plan.quantized]
         nearest = [p for p in plan.quantized if plan.algorithms[p.modifier] == "nearest"]
         bits = [p.scheme.weights.num_bits for p in nearest if p.scheme.weights is not None]
@@ -200,13 +217,15 @@ class SpinQuantModifier(RotatingModifier):
             yield (
                 "SpinQuantModifier spreads large inputs over all channels, so the scale of every "
                 "group of inputs has to hold them: SmolLM2 in NVFP4 loses twice as much with R1 as "
-                "without. Leave R1 out; TransformModifier balances such inputs"
+                "without. Pass calibration data to measure it, or leave R1 out; TransformModifier "
+                "balances such inputs"
             )
         elif any(each < 8 for each in bits):
             yield (
                 "SpinQuantModifier spreads large inputs over all channels, so no column of a "
                 "weight stands out for its importance: rounded to nearest, SmolLM2 loses 2.5 times "
-                "as much in W4A16 with R1 as without. Round with GPTQModifier, or leave R1 out"
+                "as much in W4A16 with R1 as without. Pass calibration data to measure it, round "
+                "with GPTQModifier, or leave R1 out"
             )
 
     def patterns(self) -> list[str]:

@@ -103,7 +103,7 @@ class Plan:
     whole: bool = False  # whether data runs through the model as a whole
     served: list[ServedRotation] = field(default_factory=list)  # rotations at run time
     route: str = ""  # how calibration data runs through the model, if there is any
-    chosen: list[str] = field(default_factory=list)  # how a bit budget chose the schemes
+    chosen: list[str] = field(default_factory=list)  # what was chosen before the run, and how
     forward: Forward = field(default_factory=Forward)  # the type that batches are computed in
     room: Room = field(default_factory=Room)  # for hidden states
     hidden_bytes: int = 0  # of the hidden states of all samples, at most

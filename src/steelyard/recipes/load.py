@@ -28,7 +28,7 @@ class Recipe:
     """The modifiers to apply to a model.
 
     text:   YAML that loads to equal modifiers; the user's own if the recipe came as YAML
-    chosen: how a bit budget chose the schemes, in a few lines
+    chosen: what was chosen before the run, such as schemes by a bit budget, in a few lines
     """
 
     modifiers: list[Modifier]
