@@ -165,11 +165,12 @@ def expert_loading_table(found: dict) -> str:
 
 def whole_run_table(found: dict) -> str:
     versions = found["versions"]
+    threads = {1: ", one thread", 2: ", two threads"}.get(found.get("threads", 0), "")
     lines = [
         f"{found['model']}, {found['results'][0]['model bytes'] / 1e6:.0f} MB; calibrated on "
         f"{found['calibration']}; {found['machine']['processor']}, {found['machine']['cores']} "
-        f"cores; llm-compressor {versions['peer']['llmcompressor']}. In brackets, a process that "
-        "only imports.",
+        f"cores{threads}; llm-compressor {versions['peer']['llmcompressor']}. In brackets, a "
+        "process that only imports.",
         "",
         "| case | | wall, s | CPU, s | peak, MB | extra, MB | private, MB | faster | less CPU "
         "| wanted |",

@@ -20,8 +20,9 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
-from whole_run import processor, versions
+from whole_run import cpu_features, processor, versions
 
 HIDDEN, INNER, KEYS, VOCABULARY = 4096, 14336, 1024, 32064
 SHARD = 2 * 10**9
@@ -49,7 +50,7 @@ CASES: dict[str, dict | None] = {
     },
     "NVFP4A16": weights(**NVFP4, scale_dtype=E4M3, zp_dtype=E4M3),
 }
-WANTED = {"W4A16, memoryless_minmax": 1.5, "W4A16, memoryless_mse": 4.0}
+WANTED = {"W4A16, memoryless_minmax": 1.5, "W4A16, memoryless_mse": 4.0, "W4A16, optimal": 3.0}
 WITHOUT_PEER = {COPY, "W4A16, optimal"}
 
 
@@ -177,13 +178,18 @@ def peer(name: str, source: str, output: str):
     return lambda: model_free_ptq(source, output, scheme, **options)
 
 
-TASKS = {"make": make, "run": run, "versions": lambda *names: print(json.dumps(versions(*names)))}
+TASKS = {
+    "make": make,
+    "run": run,
+    "versions": lambda *names: print(json.dumps(versions(*names))),
+    "features": lambda: print(json.dumps(cpu_features())),
+}
 
 
 # ---- the one that starts them ----
 
 
-def started(python: str, kind: str, *arguments: object) -> dict:
+def started(python: str, kind: str, *arguments: object) -> Any:
     environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}
     command = [python, __file__, kind, *map(str, arguments)]
     os.sync()  # or a run waits for the last one's files too
@@ -226,6 +232,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where there is room; else a temporary one")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    machine = {"processor": processor(), "cores": os.cpu_count(), "load": os.getloadavg()}
+    machine["features"] = started(options.python, "features")
+    print(machine["processor"], *machine["features"], "load", *machine["load"], flush=True)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         large, small = Path(folder) / "large", Path(folder) / "small"
         output = Path(folder) / "out"
@@ -249,7 +258,7 @@ def main() -> None:
     outcome = {
         "sizes": sizes,
         "wanted": WANTED,
-        "machine": {"processor": processor(), "cores": os.cpu_count()},
+        "machine": machine,
         "versions": started(options.python, "versions", "torch", "compressed-tensors"),
         "results": results,
     }
