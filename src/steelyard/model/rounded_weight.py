@@ -24,7 +24,8 @@ def rounded_weight(module: Any) -> torch.Tensor:
     rows = max(_AT_ONCE // max(weight.shape[-1], 1), 1)
     in_parts = args.strategy in _BY_ROW and weight.ndim == 2 and len(weight) > rows
     if not in_parts or weight.device.type != "cpu":
-        return forward_quantize(module, weight, "weight", args)
+        whole: torch.Tensor = forward_quantize(module, weight, "weight", args)
+        return whole
     scale, zero_point = module.weight_scale, getattr(module, "weight_zero_point", None)
     each = [
         fake_quantize(
