@@ -3,7 +3,8 @@
 A synthetic checkpoint in the shapes of an 8-billion Llama (bf16, sharded) is quantized in several
 schemes. "Copy" is the same path with nothing to quantize: read, write, wait for the disk, read
 back. The peer takes minutes for each gigabyte, so it runs on a smaller checkpoint of the same
-layers, and ours runs there too, in turn. Each run is a process; imports are not counted.
+layers, and ours runs there too, in turn. Each run is a process; imports are not counted. Without
+the peer, the file of `--json` keeps what it says of both on the smaller checkpoint.
 
     python benchmarks/streaming.py --python OURS --peer-python PEER [--gigabytes 8] [--json FILE]
 """
@@ -235,15 +236,16 @@ def main() -> None:
     machine = {"processor": processor(), "cores": os.cpu_count(), "load": os.getloadavg()}
     machine["features"] = started(options.python, "features")
     print(machine["processor"], *machine["features"], "load", *machine["load"], flush=True)
+    before = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         large, small = Path(folder) / "large", Path(folder) / "small"
         output = Path(folder) / "out"
         started(options.python, "make", large, options.gigabytes)
-        results = {
-            name: {"ours": measured(options.python, "ours", name, large, output, options.runs)}
-            for name in options.cases
-        }
-        sizes = {"large": size_of(large)}
+        results = {}
+        for name in options.cases:
+            found = measured(options.python, "ours", name, large, output, options.runs)
+            results[name] = {**before.get("results", {}).get(name, {}), "ours": found}
+        sizes = {**before.get("sizes", {}), "large": size_of(large)}
         shutil.rmtree(large)
         if options.peer_python:
             started(options.python, "make", small, options.peer_gigabytes)
@@ -262,6 +264,8 @@ def main() -> None:
         "versions": started(options.python, "versions", "torch", "compressed-tensors"),
         "results": results,
     }
+    if "peer" in before:
+        outcome["peer"] = before["peer"]
     if options.peer_python:
         outcome["peer"] = started(options.peer_python, "versions", "llmcompressor")
     if options.json:
