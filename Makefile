@@ -81,9 +81,23 @@ check: $(READY_DEV)  ## lint, formatting and types
 docs: $(DOCS)/.installed  ## build the pages in docs/ as a site, in build/site
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build
 
-bench: $(BENCH)/.installed  ## measure the kernels beside llm-compressor, and render the tables
+# Whole runs of each of MODELS, then a stream; a model named qwen2 is made, with random weights.
+SAMPLES ?= 16
+THREADS ?= 1
+RESULTS := benchmarks/results
+RUN = $(notdir $(1:/=))-$(SAMPLES)$(if $(filter-out 1,$(THREADS)),-$(THREADS)-threads)
+define whole_run
+	OMP_NUM_THREADS=$(THREADS) $(BENCH)/bin/python benchmarks/whole_run.py $(1) \
+		$(if $(TEXT),--text $(TEXT)) --samples $(SAMPLES) --json $(RESULTS)/whole-run-$(RUN).json
+
+endef
+
+bench: $(BENCH)/.installed  ## compare speed with llm-compressor's: [MODELS="folder ..." [TEXT=file]]
 	$(BENCH)/bin/python benchmarks/speed.py
-	$(BENCH)/bin/python benchmarks/gptq_solve.py --json benchmarks/results/solve-gptq.json
+	$(BENCH)/bin/python benchmarks/gptq_solve.py --json $(RESULTS)/solve-gptq.json
+	$(foreach model,$(MODELS),$(call whole_run,$(model)))
+	$(if $(MODELS),$(BENCH)/bin/python benchmarks/streaming.py --peer-python $(BENCH)/bin/python \
+		--json $(RESULTS)/streaming-llama.json)
 	$(BENCH)/bin/python benchmarks/render.py
 
 kernels: $(READY_DEV)  ## compile Triton's kernels for every GPU; registers and spills

@@ -3,7 +3,8 @@
 A synthetic checkpoint in the shapes of an 8-billion Llama (bf16, sharded) is quantized in several
 schemes. "Copy" is the same path with nothing to quantize: read, write, wait for the disk, read
 back. The peer takes minutes for each gigabyte, so it runs on a smaller checkpoint of the same
-layers, and ours runs there too, in turn. Each run is a process; imports are not counted.
+layers, and ours runs there too, in turn. Each run is a process; imports are not counted. Without
+the peer, the file of `--json` keeps what it says of both on the smaller checkpoint.
 
     python benchmarks/streaming.py --python OURS --peer-python PEER [--gigabytes 8] [--json FILE]
 """
@@ -20,8 +21,9 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
-from whole_run import processor, versions
+from whole_run import cpu_features, processor, versions
 
 HIDDEN, INNER, KEYS, VOCABULARY = 4096, 14336, 1024, 32064
 SHARD = 2 * 10**9
@@ -38,19 +40,30 @@ def int4(observer: str) -> dict:
 
 E4M3 = "torch.float8_e4m3fn"
 NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+
+
+def fp8(observer: str) -> dict:
+    inputs = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+    scheme = weights(num_bits=8, type="float", strategy="channel", observer=observer)
+    return {**scheme, "input_activations": inputs}
+
+
+def nvfp4(observer: str) -> dict:
+    return weights(**NVFP4, scale_dtype=E4M3, zp_dtype=E4M3, observer=observer)
+
+
 CASES: dict[str, dict | None] = {
     COPY: None,
     "W4A16, memoryless_minmax": int4("memoryless_minmax"),
     "W4A16, memoryless_mse": int4("memoryless_mse"),
     "W4A16, optimal": int4("optimal"),
-    "FP8_DYNAMIC": {
-        **weights(num_bits=8, type="float", strategy="channel"),
-        "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
-    },
-    "NVFP4A16": weights(**NVFP4, scale_dtype=E4M3, zp_dtype=E4M3),
+    "FP8_DYNAMIC, memoryless_minmax": fp8("memoryless_minmax"),
+    "FP8_DYNAMIC, optimal": fp8("optimal"),
+    "NVFP4A16, memoryless_minmax": nvfp4("memoryless_minmax"),
+    "NVFP4A16, optimal": nvfp4("optimal"),
 }
-WANTED = {"W4A16, memoryless_minmax": 1.5, "W4A16, memoryless_mse": 4.0}
-WITHOUT_PEER = {COPY, "W4A16, optimal"}
+WANTED = {"W4A16, memoryless_minmax": 1.5, "W4A16, memoryless_mse": 4.0, "W4A16, optimal": 3.0}
+WITHOUT_PEER = {COPY, *(name for name in CASES if name.endswith("optimal"))}
 
 
 # ---- in a process of its own ----
@@ -177,13 +190,18 @@ def peer(name: str, source: str, output: str):
     return lambda: model_free_ptq(source, output, scheme, **options)
 
 
-TASKS = {"make": make, "run": run, "versions": lambda *names: print(json.dumps(versions(*names)))}
+TASKS = {
+    "make": make,
+    "run": run,
+    "versions": lambda *names: print(json.dumps(versions(*names))),
+    "features": lambda: print(json.dumps(cpu_features())),
+}
 
 
 # ---- the one that starts them ----
 
 
-def started(python: str, kind: str, *arguments: object) -> dict:
+def started(python: str, kind: str, *arguments: object) -> Any:
     environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}
     command = [python, __file__, kind, *map(str, arguments)]
     os.sync()  # or a run waits for the last one's files too
@@ -226,15 +244,19 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where there is room; else a temporary one")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    machine = {"processor": processor(), "cores": os.cpu_count(), "load": os.getloadavg()}
+    machine["features"] = started(options.python, "features")
+    print(machine["processor"], *machine["features"], "load", *machine["load"], flush=True)
+    before = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         large, small = Path(folder) / "large", Path(folder) / "small"
         output = Path(folder) / "out"
         started(options.python, "make", large, options.gigabytes)
-        results = {
-            name: {"ours": measured(options.python, "ours", name, large, output, options.runs)}
-            for name in options.cases
-        }
-        sizes = {"large": size_of(large)}
+        results = dict(before.get("results", {}))
+        for name in options.cases:
+            found = measured(options.python, "ours", name, large, output, options.runs)
+            results[name] = {**results.get(name, {}), "ours": found}
+        sizes = {**before.get("sizes", {}), "large": size_of(large)}
         shutil.rmtree(large)
         if options.peer_python:
             started(options.python, "make", small, options.peer_gigabytes)
@@ -249,10 +271,12 @@ def main() -> None:
     outcome = {
         "sizes": sizes,
         "wanted": WANTED,
-        "machine": {"processor": processor(), "cores": os.cpu_count()},
+        "machine": machine,
         "versions": started(options.python, "versions", "torch", "compressed-tensors"),
-        "results": results,
+        "results": {name: results[name] for name in CASES if name in results},
     }
+    if "peer" in before:
+        outcome["peer"] = before["peer"]
     if options.peer_python:
         outcome["peer"] = started(options.peer_python, "versions", "llmcompressor")
     if options.json:

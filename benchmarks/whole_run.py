@@ -190,7 +190,16 @@ def versions(*names: str) -> dict[str, str]:
     return {name: version(name) for name in names}
 
 
+def cpu_features() -> list[str]:
+    """Return the processor's flags that the kernels use."""
+    from steelyard import kernels
+
+    found: list[str] = kernels.info()["cpu_features"]
+    return found
+
+
 TASKS = {
+    "features": cpu_features,
     "import": import_side,
     "run": run_side,
     "tokenize": tokenize,
@@ -237,7 +246,7 @@ def private_bytes(pid: int) -> int:
     return 0  # it just ended
 
 
-def asked(python: str, kind: str, *arguments: object, script: str = __file__) -> dict:
+def asked(python: str, kind: str, *arguments: object, script: str = __file__) -> Any:
     """Do one of a script's TASKS in another environment; return what it found."""
     command = [python, script, kind, *map(str, arguments)]
     found = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
@@ -278,6 +287,8 @@ def run_case(
         given = [str(path) for path in (options.model, tokens, outputs[side])]
         return [pythons[side], __file__, kind, side, name, *given]
 
+    load = os.getloadavg()
+    print(f"{name}: load", *(f"{each:.1f}" for each in load), flush=True)
     sides = [side for side in SIDES if side in options.sides]
     imports = {s: least([measured(command(s, "import")) for _ in range(2)]) for s in sides}
     runs: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
@@ -302,6 +313,7 @@ def run_case(
         "extra": {s: best[s]["peak"] - imports[s]["peak"] - weights for s in runs},
         "extra private": {s: best[s]["private"] - imports[s]["private"] for s in runs},
         "wanted": CASES[name]["wanted"],
+        "load": load,
     }
     if len(runs) == len(SIDES):
         found["faster"] = best["peer"]["wall"] / best["ours"]["wall"]
@@ -348,6 +360,9 @@ def main() -> None:
     chosen = names if options.cases is None else [names[i] for i in options.cases]
     before = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
     results = {r["case"]: r for r in before.get("results", ())}
+    machine = {"processor": processor(), "cores": os.cpu_count()}
+    machine["features"] = asked(options.python, "features")
+    print(machine["processor"], *machine["features"])
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         tokens = scratch / "tokens.json"
@@ -355,7 +370,8 @@ def main() -> None:
         if title == RANDOM and not options.model.exists():
             options.model = scratch / RANDOM
             asked(options.python, "make", options.model, options.layers)
-            title = f"{RANDOM}, {options.layers} layers"
+            title = f"{RANDOM}, {options.layers} layers, random weights and tokens"
+            options.text = None  # it has no tokenizer
         given = [options.model, options.text or "-", options.samples, tokens]
         asked(options.python, "tokenize", *given)
         for name in chosen:
@@ -365,7 +381,7 @@ def main() -> None:
                     "model": title,
                     "calibration": f"{options.samples} x {LENGTH} tokens",
                     "threads": int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)),
-                    "machine": {"processor": processor(), "cores": os.cpu_count()},
+                    "machine": machine,
                     "versions": {
                         "peer": asked(options.peer_python, "versions", "llmcompressor", *shared),
                         "ours": asked(options.python, "versions", *shared),

@@ -67,3 +67,17 @@ def test_the_oldest_versions_are_built_with_the_other_compiler(
     calls = (tmp_path / "calls").read_text().splitlines()
     (build,) = [call for call in calls if "pip install" in call]
     assert build.startswith(given)
+
+
+def test_benchmarks_run_models_that_are_named(tmp_path: Path) -> None:
+    bench = f"BENCH={tmp_path}/bench"
+    kernels_alone = make("-n", "bench", bench, folder=tmp_path)
+    assert "speed.py" in kernels_alone and "render.py" in kernels_alone
+    assert "whole_run.py" not in kernels_alone and "streaming.py" not in kernels_alone
+    given = ("MODELS=models/first/ qwen2", "TEXT=prose.txt", "SAMPLES=64", "THREADS=2")
+    said = make("-n", "bench", bench, *given, folder=tmp_path)
+    runs = [line for line in said.splitlines() if "whole_run.py" in line]
+    assert [line.count("OMP_NUM_THREADS=2") for line in runs] == [1, 1]
+    for name in ("first", "qwen2"):
+        assert f"results/whole-run-{name}-64-2-threads.json" in said
+    assert said.index("whole_run.py") < said.index("streaming.py") < said.index("render.py")

@@ -25,7 +25,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -39,6 +38,7 @@ from steelyard.checkpoint.header import read_header
 from steelyard.checkpoint.statement import content_of, statement_of
 from steelyard.checkpoint.untrusted_files import mode_of, open_file, read_json, unreadable
 from steelyard.errors import CheckpointError
+from steelyard.kernels.checksum import crc32
 
 __all__ = [
     "MUTABLE",
@@ -240,7 +240,7 @@ class _TensorSums:
             if info.offset > stop or (info.offset == stop and info.nbytes):
                 return
             part = piece[max(info.offset - start, 0) : min(end, stop) - start]
-            self._crc = zlib.crc32(part, self._crc)
+            self._crc = crc32(part, self._crc)
             if end > stop:
                 return
             self.found[info.name] = f"{self._crc:08x}"

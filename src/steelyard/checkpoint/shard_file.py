@@ -13,7 +13,6 @@ from __future__ import annotations
 import base64
 import json
 import os
-import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ import torch
 from steelyard.checkpoint.header import DTYPE_NAMES
 from steelyard.checkpoint.open_files import LARGEST_CALL
 from steelyard.errors import CheckpointError
+from steelyard.kernels.checksum import crc32
 
 __all__ = ["HEADER_ROOM", "ShardFile", "checksum", "entry_bytes", "is_whole"]
 
@@ -75,7 +75,7 @@ class ShardFile:
         start = self._written
         for piece in pieces:
             self._put(piece, _DATA + self._written)
-            self._crc = zlib.crc32(piece, self._crc)
+            self._crc = crc32(piece, self._crc)
             self._written += len(piece)
         place = [start, self._written]
         self._entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": place}
@@ -148,7 +148,7 @@ class ShardFile:
         if hasattr(os, "posix_fadvise"):  # so that the disk is read, not the cache
             os.posix_fadvise(self._handle, 0, 0, os.POSIX_FADV_DONTNEED)
         self.abandon()
-        sums = {"header": len(header), "header_crc": zlib.crc32(header), "crc": self._crc}
+        sums = {"header": len(header), "header_crc": crc32(header), "crc": self._crc}
         record = {**sums, "size": len(header) + self._written}
         if not is_whole(self.path, record):
             raise CheckpointError(
@@ -184,7 +184,7 @@ def checksum(path: Path, start: int, end: int) -> int:
     handle = os.open(path, os.O_RDONLY)
     try:
         for piece in _pieces(handle, start, end):
-            crc = zlib.crc32(piece, crc)
+            crc = crc32(piece, crc)
     finally:
         os.close(handle)
     return crc

@@ -200,8 +200,7 @@ class LayerSequence:
         if not isinstance(value, torch.Tensor):
             return value
         for known in self._shared:
-            alike = known.shape == value.shape and known.dtype == value.dtype
-            if known is value or (alike and torch.equal(known, value)):
+            if known is value or _equal(known, value):
                 return known
         if len(self._shared) < 256:
             self._shared.append(value)
@@ -258,6 +257,20 @@ class _Replay:
             return value.ref
         # a hidden state is that of one batch
         return self.sequence.stored(value) if value is hidden else self.sequence.share(value)
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are alike; masks are compared eight values at a time."""
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return False
+    if all(map(_in_words, (a, b))):
+        a, b = (each.view(-1).view(torch.int64) for each in (a, b))
+    return torch.equal(a, b)
+
+
+def _in_words(x: torch.Tensor) -> bool:
+    whole = x.numel() % 8 == 0 and x.storage_offset() % 8 == 0
+    return x.dtype == torch.bool and x.is_contiguous() and whole
 
 
 def _copied(value: Any) -> Any:

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationStatus
-from compressed_tensors.quantization.lifecycle.forward import forward_quantize
 from torch.nn import Linear, Module, Parameter
 from torch.nn.functional import linear
 
 from steelyard.distributed.packing import sendable
 from steelyard.kernels.masked_attention import has_attention
+from steelyard.model.rounded_weight import rounded_weight
 
 __all__ = [
     "FORWARDS",
@@ -138,7 +138,7 @@ def rounded_once(modules: Iterable[Module], dtype: torch.dtype | None = None) ->
                 each.weight.data = wide.copy_(each.weight.data)
             cast.enter_context(computing_in(each, dtype, scales=True))
         for each, wide in zip(weighed, wider, strict=True):
-            rounded = forward_quantize(each, each.weight.data, "weight", _weight_args(each))
+            rounded = rounded_weight(each)
             each.weight.data = rounded if wide is None else wide.copy_(rounded)
             each.quantization_status = QuantizationStatus.COMPRESSED  # no rounding in forward
         yield

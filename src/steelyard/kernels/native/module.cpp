@@ -187,6 +187,7 @@ NB_MODULE(_native, m) {
           nb::arg("layout"), nb::arg("round_quotient"), nb::arg("out").none(),
           nb::arg("errors").none(), nb::arg("isa"), nb::arg("threads"));
     bind_attention(m);
+    bind_checksum(m);
     bind_gptq(m);
     bind_histogram(m);
     m.def("instruction_sets", &instruction_sets,
