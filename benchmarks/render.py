@@ -253,11 +253,12 @@ def gptq_table(found: dict) -> str:
         for side, version in found["versions"].items()
         if side in packages
     ]
+    cores = f"{found['machine']['cores']} cores"
     imports = [f"{SIDES[s]} {found['imports'][s]['cpu']:.1f} s" for s in found["imports"]]
     lines = [
         f"{found['model']}, groups of {found['group']}; calibrated on {found['calibration']}; "
         f"perplexity {before} before; {found['machine']['processor']}, "
-        f"{found['machine']['cores']} cores; {', '.join(peers)}. Imports alone take, in CPU time: "
+        f"{'; '.join([cores, *peers])}. Imports alone take, in CPU time: "
         f"{', '.join(imports)}.",
         "",
         "| row | | wall, s | CPU, s | peak, MB "
