@@ -32,8 +32,9 @@ def hidden_state(hidden: torch.Tensor) -> Iterator[None]:
     """Weigh tokens by this hidden state, (batch, seq, features); only its sizes are kept."""
     squares = None
     if hidden.ndim == 3:
-        sizes = torch.linalg.vector_norm(hidden.detach(), dim=-1, dtype=torch.float32)
-        squares = sizes.square()  # (batch, seq), `features` times the mean
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        sizes = torch.linalg.vector_norm(hidden.detach(), dim=-1, dtype=wide)
+        squares = sizes.float().square()  # (batch, seq), `features` times the mean
     token = _squares.set(squares)
     try:
         yield
