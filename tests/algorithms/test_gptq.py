@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from families import read, small_model, token_batches
+from families import assert_same_tensors, read, small_model, token_batches
 from interruption import Stop, lasting, stop_at_mark
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
@@ -427,6 +427,27 @@ def test_drift_correction_is_an_option_and_reported(source: Path, tmp_path: Path
     for name in first:
         assert torch.equal(ours[f"{name}.weight_packed"], theirs[f"{name}.weight_packed"])
     assert not any("drift" in note for note in result.notes)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "corrected"),
+    [("MXFP4", False), ("NVFP4", True), ("W8A8", True), ("MXFP4A16", True)],
+)
+def test_drift_of_noisy_inputs_is_not_corrected(
+    scheme: str, corrected: bool, source: Path, tmp_path: Path
+) -> None:
+    recipe = GPTQModifier(scheme=scheme, ignore=["lm_head"])
+    result = oneshot(source, recipe, token_batches(), tmp_path / "q")
+    factors = [each.details["drift_factor"] for each in result.modules.values()]
+    assert any(factors) == corrected
+    assert sum("drift correction" in note for note in result.notes) == (not corrected)
+
+
+def test_tokens_of_inputs_in_few_bits_count_alike(source: Path, tmp_path: Path) -> None:
+    for weighed in (False, True):
+        recipe = GPTQModifier(scheme="NVFP4", ignore=["lm_head"], token_weights=weighed)
+        oneshot(source, recipe, token_batches(), tmp_path / str(weighed))
+    assert_same_tensors(tmp_path / "False", tmp_path / "True")
 
 
 def test_held_out_dampening_is_an_option_and_reported(source: Path, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from steelyard.algorithms.nearest import Nearest
 from steelyard.checkpoint.figures import module_figures, with_figures
 from steelyard.checkpoint.weight_errors import relative_error, weight_error
 from steelyard.distributed import ThreadPool
+from steelyard.formats.scale_codes import is_exponents
 from steelyard.fusion import fused_groups
 from steelyard.kernels.gptq_rounding import GPTQResult, activation_order, solve
 from steelyard.kernels.hessian import output_square
@@ -31,11 +32,15 @@ from steelyard.model.freed_memory import return_memory
 from steelyard.modifiers import GPTQModifier
 from steelyard.modifiers.gptq import REGROUPING
 from steelyard.observers.hessians import Hessians
+from steelyard.observers.steps import has_coarse_inputs
 from steelyard.plan.plan import Plan
 
 __all__ = ["GPTQ", "hessian_bytes"]
 
 _IMPORTANCE_POWER = 0.5  # of E[x^2], as the weight of a column whose error others make up for
+_UNSHIFTED = (
+    "no drift correction of modules whose inputs have few bits, and powers of two as scales"
+)
 _AT_ONCE = 4  # modules per thread; Hessians of more would only take memory
 _SMALL = 2048  # columns; modules up to this size are solved in parallel, larger ones one by one
 
@@ -91,6 +96,9 @@ class GPTQ(Nearest):
 
     def solve(self, block: Block, state: Hessians) -> dict[str, ModuleResult]:
         mine = [name for name in state.modules if name in block.mine]
+        coarse = any(map(_has_noisy_inputs, state.modules.values()))
+        if self.modifier.drift_correction and coarse and _UNSHIFTED not in block.notes:
+            block.notes.append(_UNSHIFTED)
         if self.modifier.actorder in REGROUPING:
             self._prepare(state, mine)
             for name in mine:
@@ -211,6 +219,8 @@ class GPTQ(Nearest):
 
     def _target(self, state: Hessians, name: str) -> tuple[torch.Tensor | None, float]:
         """Return the weight to round to, None for its own, and the factor of the shift."""
+        if _has_noisy_inputs(state.modules[name]):
+            return None, 0.0
         target, factor = state.shifted(name) or (None, 0.0)
         return (target, factor) if factor else (None, 0.0)
 
@@ -253,6 +263,17 @@ def hessian_bytes(plan: Plan, drift: bool = False) -> int:
 
 def _scheme(module: Any) -> Any:
     return module.quantization_scheme
+
+
+def _has_noisy_inputs(module: Module) -> bool:
+    """Whether inputs are rounded as in MXFP4.
+
+    What has changed in them is mostly noise then, which a least-squares fit answers with smaller
+    outputs, layer after layer.
+    """
+    inputs = _scheme(module).input_activations
+    exponents = inputs is not None and inputs.scale_dtype is not None
+    return has_coarse_inputs(module) and exponents and is_exponents(inputs.scale_dtype)
 
 
 def _note(name: str, result: GPTQResult, dampening_frac: float) -> str | None:

@@ -31,7 +31,8 @@ class Needs:
     Only where modules are solved in stages, in models without experts; None elsewhere."""
     token_weights: bool = False
     """`see` gets the weights of tokens (`Seen.weights`) with the inputs of modules whose outputs
-    stay with their token. Only where modules are solved in stages."""
+    stay with their token, and which are not rounded to few bits. Only where modules are solved in
+    stages."""
     gradients: bool = False
     """`transform` and `solve` run with gradients enabled, and `solve` may call `block.forward`."""
     tuning: bool = False

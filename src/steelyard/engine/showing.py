@@ -18,6 +18,7 @@ from steelyard.model.early_stop import StopAfter
 from steelyard.observers.calibration import Calibration
 from steelyard.observers.padding import without_padding
 from steelyard.observers.routing import RoutedInputs, RoutingPoint, routing_points
+from steelyard.observers.steps import has_coarse_inputs
 from steelyard.observers.token_weights import token_weights
 
 __all__ = ["Stage", "points_of", "showing", "stages_of", "until_seen"]
@@ -28,12 +29,13 @@ class Stage:
     """Modules that get their inputs at the same time.
 
     point: the routing point of experts; None for modules that are called with one tensor
-    stays: whether an output changes what the block puts out at its own token alone
+    weighed: whether tokens have weights: an output changes what the block puts out at its own token
+             alone, and inputs are not rounded to few bits
     """
 
     modules: Mapping[str, Module]
     point: RoutingPoint | None = None
-    stays: bool = False
+    weighed: bool = False
 
     @property
     def names(self) -> list[str]:
@@ -58,7 +60,7 @@ class Stage:
             return
         if moment.turn == 0:
             calibration.show(self.names, value)
-        weights = token_weights() if self.stays else None
+        weights = token_weights() if self.weighed else None
         roots = None if weights is None else weights.sqrt()
         work.show(self.names, value, moment, original=original, token_roots=roots)
 
@@ -101,11 +103,16 @@ def stages_of(
     points: Mapping[str, RoutingPoint],
     stays: Sequence[bool],
 ) -> list[Stage]:
-    """Return the stages of a block, from the module names of each."""
-    return [
-        Stage({n: modules[n] for n in stage}, points.get(stage[0]), own)
-        for stage, own in zip(names, stays, strict=True)
-    ]
+    """Return the stages of a block, from the module names of each.
+
+    stays: of each stage, whether its outputs stay with their token
+    """
+    found = []
+    for stage, own in zip(names, stays, strict=True):
+        chosen = {name: modules[name] for name in stage}
+        weighed = own and not any(map(has_coarse_inputs, chosen.values()))
+        found.append(Stage(chosen, points.get(stage[0]), weighed))
+    return found
 
 
 @contextlib.contextmanager

@@ -77,8 +77,8 @@ class GPTQModifier(QuantizationModifier):
     )
     token_weights: bool = Field(
         default=True,
-        description="divide the squared error of each token by the mean square of the hidden state "
-        "that the layer adds to, as the next norm does; not for the inputs of attention",
+        description="divide the squared error of a token by the mean square of its hidden state, "
+        "as the next norm does; not for q, k and v, and not where inputs have fewer than 8 bits",
     )
     offload_hessians: bool = Field(default=False, description="keep Hessians on the CPU")
     sequential_targets: list[Target] | None = Field(

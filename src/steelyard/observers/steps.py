@@ -43,6 +43,12 @@ def args_for(module: Module, base_name: str) -> QuantizationArgs | None:
     return None if scheme is None else getattr(scheme, field)
 
 
+def has_coarse_inputs(module: Module) -> bool:
+    """Whether the inputs of a module are rounded to fewer than 8 bits."""
+    args = args_for(module, "input")
+    return args is not None and args.num_bits < 8
+
+
 def observer_of(module: Module, base_name: str) -> Observer | None:
     found = getattr(module, f"{base_name}_observer", None)
     return found if isinstance(found, Observer) else None
