@@ -130,7 +130,7 @@ def test_what_gptq_is_solved_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Hessians, "hessian", keep)
     weights = {"num_bits": 8, "strategy": "channel"}
     groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
-    options = {"ignore": ["lm_head"], "drift_correction": False}
+    options = {"ignore": ["lm_head"], "drift_correction": False, "token_weights": True}
     modifier = GPTQModifier(config_groups=groups, **options)
     oneshot(source, modifier, list(ids.split(8)), tmp_path / "q")
     hidden = model.model.embed_tokens(ids).double()

@@ -76,7 +76,7 @@ class GPTQModifier(QuantizationModifier):
         "have changed in its inputs, as far as held-out batches confirm it",
     )
     token_weights: bool = Field(
-        default=True,
+        default=False,
         description="divide the squared error of a token by the mean square of its hidden state, "
         "as the next norm does; not for q, k and v, and not where inputs have fewer than 8 bits",
     )
