@@ -62,10 +62,12 @@ class TokenPaths:
             if own is not None:
                 self._known[structure] = [all(own[path] for path in some) for some in paths]
             else:
-                self.notes.append(
-                    f"{part.name}: every token counts alike, as in layers like it: no gradient "
+                note = (
+                    f"every token counts alike in each {type(part.root).__name__}: no gradient "
                     "tells which outputs reach other tokens"
                 )
+                if note not in self.notes:  # of a run that goes on
+                    self.notes.append(note)
         return self._known[structure]
 
 

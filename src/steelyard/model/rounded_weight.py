@@ -8,6 +8,8 @@ import torch
 from compressed_tensors.quantization import QuantizationStrategy
 from compressed_tensors.quantization.lifecycle.forward import fake_quantize, forward_quantize
 
+from steelyard.formats.tensor_names import GLOBAL_SCALE, ZERO_POINT
+
 __all__ = ["rounded_weight"]
 
 _AT_ONCE = 1 << 18  # weights; the input of an operation takes 1 MB in fp32
@@ -26,14 +28,14 @@ def rounded_weight(module: Any) -> torch.Tensor:
     if not in_parts or weight.device.type != "cpu":
         whole: torch.Tensor = forward_quantize(module, weight, "weight", args)
         return whole
-    scale, zero_point = module.weight_scale, getattr(module, "weight_zero_point", None)
+    scale, zero_point = module.weight_scale, getattr(module, ZERO_POINT, None)
     each = [
         fake_quantize(
             weight[start : start + rows],
             scale[start : start + rows],
             None if zero_point is None else zero_point[start : start + rows],
             args,
-            global_scale=getattr(module, "weight_global_scale", None),
+            global_scale=getattr(module, GLOBAL_SCALE, None),
         )
         for start in range(0, len(weight), rows)
     ]
