@@ -50,6 +50,7 @@ def rows(group: int) -> dict[str, dict[str, Any]]:
     """Return per row: the modifier, the type of weights, and each side's observer or scheme."""
     gptq = {"modifier": "GPTQModifier", "ours": "optimal"}
     tuned = {"modifier": "AutoRoundModifier", "ours": "optimal", "options": TUNED}
+    weighed = {**gptq, "options": {"token_weights": True}}
     return {
         "W4A16 GPTQ": {
             **gptq,
@@ -95,6 +96,10 @@ def rows(group: int) -> dict[str, dict[str, Any]]:
             "peer": "memoryless_minmax",
             "tuner": {"scheme": "MXFP4", "act_bits": 16},
         },
+        "W4A16 GPTQ, token weights": {**weighed, "weights": integers(4, group)},
+        "W3A16 GPTQ, token weights": {**weighed, "weights": integers(3, group)},
+        "NVFP4A16 GPTQ, token weights": {**weighed, "weights": NVFP4},
+        "MXFP4A16 GPTQ, token weights": {**weighed, "weights": MXFP4},
         "MXFP4A16 min-max": {
             "modifier": "QuantizationModifier",
             "weights": MXFP4,
