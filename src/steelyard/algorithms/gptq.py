@@ -32,7 +32,7 @@ from steelyard.model.freed_memory import return_memory
 from steelyard.modifiers import GPTQModifier
 from steelyard.modifiers.gptq import REGROUPING
 from steelyard.observers.hessians import Hessians
-from steelyard.observers.steps import has_coarse_inputs
+from steelyard.observers.steps import args_for, has_coarse_inputs
 from steelyard.plan.plan import Plan
 
 __all__ = ["GPTQ", "hessian_bytes"]
@@ -271,9 +271,10 @@ def _has_noisy_inputs(module: Module) -> bool:
     What has changed in them is mostly noise then, which a least-squares fit answers with smaller
     outputs, layer after layer.
     """
-    inputs = _scheme(module).input_activations
-    exponents = inputs is not None and inputs.scale_dtype is not None
-    return has_coarse_inputs(module) and exponents and is_exponents(inputs.scale_dtype)
+    inputs = args_for(module, "input")
+    if inputs is None or inputs.scale_dtype is None:
+        return False
+    return has_coarse_inputs(module) and is_exponents(inputs.scale_dtype)
 
 
 def _note(name: str, result: GPTQResult, dampening_frac: float) -> str | None:
