@@ -24,6 +24,7 @@ from torch.nn.functional import linear
 
 from steelyard.algorithms.block import Block
 from steelyard.model.precision import product_dtype
+from steelyard.model.stand_ins import standing_in
 from steelyard.observers.padding import real_tokens, without_padding
 
 __all__ = ["TunedBlock"]
@@ -47,12 +48,12 @@ class TunedBlock:
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """Replace the forward of every quantized Linear while it is entered."""
-        with contextlib.ExitStack() as replaced:
-            for name, module in self.block.within.items():
-                if isinstance(module, Linear) and hasattr(module, "quantization_scheme"):
-                    before = module.__dict__.get("forward")
-                    replaced.callback(_put_forward, module, before)
-                    module.__dict__["forward"] = self._forward(name, module)
+        forwards: dict[Module, Callable[..., Any]] = {
+            module: self._forward(name, module)
+            for name, module in self.block.within.items()
+            if isinstance(module, Linear) and hasattr(module, "quantization_scheme")
+        }
+        with standing_in(forwards):
             yield
 
     def _forward(self, name: str, module: Linear) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -184,10 +185,3 @@ def _cast(module: Module, dtype: torch.dtype) -> Module:
             cast[name] = Parameter(value, requires_grad=False)
     made.__dict__["_parameters"] = cast
     return made
-
-
-def _put_forward(module: Module, forward: Any) -> None:
-    if forward is None:
-        module.__dict__.pop("forward", None)
-    else:
-        module.__dict__["forward"] = forward

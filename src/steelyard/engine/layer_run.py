@@ -43,6 +43,7 @@ class LayerRun:
         self.run = run
         self.held = HiddenStates(run.result.plan.room)
         self.sequence = LayerSequence(run.source.model, self.held)
+        self.sequence.weighs_tokens = run.solver.needs("token_weights")
         run.source.loader.in_order(self.sequence.layers)
         mine = run.share(samples)
         self.places = [place for place, _ in mine]

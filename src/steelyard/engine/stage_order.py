@@ -11,6 +11,7 @@ from torch.nn import Module
 
 from steelyard.model.batch_forward import with_first_part
 from steelyard.model.precision import is_plain_linear
+from steelyard.model.stand_ins import standing_in
 
 __all__ = ["find_stages"]
 
@@ -60,19 +61,13 @@ def _stages(
     def called(point: Module, args: tuple[Any, ...]) -> None:
         calls.extend((name, args[0]) for name in modules if points.get(name) is point)
 
-    before = {name: module.__dict__.get("forward") for name, module in modules.items()}
     hooks = [point.register_forward_pre_hook(called) for point in set(points.values())]
     try:
-        for name, module in modules.items():
-            module.__dict__["forward"] = stand_in(name, module)
-        forward()
+        with standing_in({module: stand_in(name, module) for name, module in modules.items()}):
+            forward()
     finally:
         for hook in hooks:
             hook.remove()
-        for name, module in modules.items():
-            del module.__dict__["forward"]
-            if before[name] is not None:
-                module.__dict__["forward"] = before[name]
     once = sorted(name for name, _ in calls) == sorted(modules)
     whole = (x.numel() == tokens * x.shape[-1] for name, x in calls if name not in points)
     if not once or not all(whole):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from steelyard.model.early_stop import StopForward
 from steelyard.model.first_tokens import first_tokens
 from steelyard.model.placeholders import first_tensor
 from steelyard.model.precision import computing_in
+from steelyard.model.stand_ins import standing_in
 
 __all__ = ["TokenPaths"]
 
@@ -101,7 +102,8 @@ def _without_gradient(
     root: Module, modules: Mapping[str, Module], args: Any, kwargs: Any
 ) -> dict[str, bool]:
     """Return of each module whether its outputs at even places have no gradient at odd ones."""
-    with _standing_in(modules.values()) as added:
+    added: dict[Module, torch.Tensor] = {}
+    with standing_in({m: functools.partial(_repeated, added, m) for m in modules.values()}):
         output = first_tensor(root(*args, **kwargs))
     samples, length, _ = output.shape
     odd = output[:, 1::2].float()
@@ -118,27 +120,12 @@ def _without_gradient(
     return {name: stays(gradients.get(module)) for name, module in modules.items()}
 
 
-@contextlib.contextmanager
-def _standing_in(modules: Any) -> Iterator[dict[Module, torch.Tensor]]:
-    """Let modules repeat their inputs, so that nothing is multiplied and no weight is needed.
+def _repeated(added: dict[Module, torch.Tensor], module: Any, x: torch.Tensor) -> torch.Tensor:
+    """Repeat the input of a module, so that nothing is multiplied and no weight is needed.
 
-    Yields what each adds to its output: zeros that require a gradient.
+    added: receives what is added to the output: zeros that require a gradient
     """
-    added: dict[Module, torch.Tensor] = {}
-
-    def repeated(module: Any, x: torch.Tensor) -> torch.Tensor:
-        columns = torch.arange(module.out_features, device=x.device) % x.shape[-1]
-        output = x[..., columns] * _SCALE
-        added[module] = torch.zeros_like(output, requires_grad=True)
-        return output + added[module]
-
-    before = {module: module.__dict__.get("forward") for module in modules}
-    try:
-        for module in before:
-            module.__dict__["forward"] = functools.partial(repeated, module)
-        yield added
-    finally:
-        for module, forward in before.items():
-            del module.__dict__["forward"]
-            if forward is not None:
-                module.__dict__["forward"] = forward
+    columns = torch.arange(module.out_features, device=x.device) % x.shape[-1]
+    output = x[..., columns] * _SCALE
+    added[module] = torch.zeros_like(output, requires_grad=True)
+    return output + added[module]

@@ -58,6 +58,7 @@ class LayerSequence:
     structures: structure of each layer's output
     is_stateful: whether layers pass values in an object that they modify, such as Gemma 4's shared
                  keys and values; it is not saved to files, so the run cannot resume
+    weighs_tokens: whether statistics weigh tokens by their hidden states, whose sizes cost a little
     """
 
     def __init__(self, model: Any, held: HiddenStates | None = None) -> None:
@@ -67,6 +68,7 @@ class LayerSequence:
         self.modules = ModuleList([layer.module for layer in self.layers])
         self.structures: dict[int, Structure] = {}
         self.is_stateful = False
+        self.weighs_tokens = False
         self._options = call_options(model)
         self._shared: list[torch.Tensor] = []
         self._checked = False
@@ -122,7 +124,7 @@ class LayerSequence:
         with (
             forward_errors(self.model, self.name(index), AS_A_WHOLE),
             without_padding(padding_of(batch.inputs, hidden)),
-            hidden_state(hidden),
+            hidden_state(hidden) if self.weighs_tokens else contextlib.nullcontext(),
             contextlib.suppress(StopForward),  # raised by `StopAfter`, whose caller needs no output
         ):
             return (module or self.modules[index])(*args, **kwargs)

@@ -21,6 +21,7 @@ from steelyard.model.inputs import output_head
 from steelyard.model.placeholders import first_tensor, replaced
 from steelyard.model.precision import computing_in
 from steelyard.model.source import Source
+from steelyard.model.stand_ins import standing_in
 
 __all__ = ["DTYPE", "LayerwiseModel", "default_memory"]
 
@@ -132,17 +133,14 @@ class LayerwiseModel:
         def zeros(input_ids: torch.Tensor) -> torch.Tensor:
             return torch.zeros(*input_ids.shape, width, dtype=DTYPE, device=input_ids.device)
 
-        before = embedding.__dict__.get("forward")
         inside = self.sequence.modules
-        with self.sequence, self.source.loaded(model, "", inside, (name,)):
-            try:
-                embedding.__dict__["forward"] = zeros
-                with computing_in(model, DTYPE, without=inside):
-                    yield
-            finally:
-                del embedding.__dict__["forward"]
-                if before is not None:
-                    embedding.__dict__["forward"] = before
+        with (
+            self.sequence,
+            self.source.loaded(model, "", inside, (name,)),
+            standing_in({embedding: zeros}),
+            computing_in(model, DTYPE, without=inside),
+        ):
+            yield
 
     def logits(self, batch: Batch, positions: slice) -> torch.Tensor:
         """Return (batch, positions, vocabulary), within `head`; gradients pass if they are enabled.
